@@ -1,0 +1,117 @@
+# The C++ runtime as the extension sees it: every extern declaration, and nothing else.
+from cpython.ref cimport PyObject
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libcpp cimport bool as cbool
+from libcpp.string cimport string
+from libcpp.vector cimport vector
+
+cdef extern from "runtime/cpython_frame.h":
+    ctypedef struct PyCodeObject:
+        pass
+    ctypedef struct PyTypeObject:
+        unsigned int tp_version_tag
+    PyObject *_PyType_Lookup(PyTypeObject *type, PyObject *name)
+
+cdef extern from "runtime/guards.h" namespace "trident":
+    cdef cppclass GuardProgram:
+        GuardProgram(int n_registers, PyObject *framelocals)
+        cbool add(const char *op, int dst, int src, int64_t a, int64_t b, PyObject *object, int label)
+        cbool run(PyObject **locals, int *failed)
+        size_t size()
+    const char *const *guard_op_names()
+    void set_guard_modules(PyObject *device_dict, PyObject *forward_ad)
+
+cdef extern from "runtime/scm.h" namespace "trident":
+    ctypedef int32_t (*PlanFunction)(PyObject **locals, PyObject **result) noexcept
+    ctypedef struct Counters:
+        uint64_t hits, misses, raised, run_code
+    ctypedef struct Specialization:
+        int64_t references
+        cbool alive
+        GuardProgram *guards
+        PlanFunction plan
+        PyCodeObject *code
+        PyObject *backend
+        PyObject *handle
+        int64_t isolate_id
+        string annotation
+        uint64_t hits
+        int last_failed
+    ctypedef struct SpecializationList:
+        vector[Specialization *] items
+    ctypedef struct Scm:
+        int64_t references
+        PyCodeObject *code
+        PyObject *owner
+        Specialization *skipped
+        cbool stale
+        Counters counters
+        uint64_t misses_in_a_row
+        int n_locals
+    Specialization *specialization_new()
+    void specialization_unref(Specialization *s)
+    Scm *scm_new(PyCodeObject *code, PyObject *owner)
+    void scm_unref(Scm *scm)
+    void scm_set_list(Scm *scm, SpecializationList *list)
+    SpecializationList *specialization_list_new "new trident::SpecializationList" ()
+    void set_backend_matcher(PyObject *matcher)
+    void callbacks_changed()
+
+cdef extern from "runtime/frame.h" namespace "trident":
+    cdef cppclass ModuleCheck:
+        ModuleCheck()
+        PyTypeObject *type
+        unsigned int type_version
+        PyObject *forward
+    cdef cppclass Door:
+        Door()
+        PyObject *callable
+        PyObject *wrapper
+        PyObject *target
+        Scm *scm
+        int64_t isolate_id
+        cbool fullgraph
+        cbool is_module
+        vector[ModuleCheck] checks
+        PyObject *reference
+    cbool hook_install()
+    void hook_uninstall()
+    cbool hook_is_on()
+    void hook_add(PyCodeObject *code, Scm *scm)
+    void hook_remove(PyCodeObject *code)
+    cbool hook_has(PyCodeObject *code)
+    cbool door_open(Door *door)
+    void door_close(PyObject *callable)
+    void door_forget(PyObject *callable)
+    cbool door_exists(PyObject *callable)
+    void door_refuse(PyObject *wrapper, PyObject *reference)
+    void door_refusals_clear()
+    void doors_close_all()
+    void doors_suspend()
+    void doors_resume()
+    cbool module_doors_patch(PyTypeObject *type)
+    void module_doors_unpatch()
+    size_t doors_count()
+    ctypedef struct Setup:
+        PyCodeObject *wrapper_code
+        int target_cell, callback_cell
+        PyObject *find_door
+        PyObject *strict_check
+        PyObject *hook_names
+        PyObject *global_hooks
+        PyObject *global_hook_names
+    void set_up(const Setup &setup)
+    void add_flag(PyObject *dict, PyObject *name, PyObject *expected)
+    void set_strict(cbool strict)
+    cbool thread_allows_now()
+
+cdef extern from "runtime/dynamo_api.h" namespace "trident::dynamo":
+    const char *resolve(PyObject *set_eval_frame, PyObject *get_eval_frame_callback)
+    cbool find_extra_index(PyCodeObject *code)
+    ctypedef enum Action "trident::dynamo::Action":
+        pass
+    ctypedef struct FrameRecord:
+        Action frame
+        Action recursive
+        cbool simple
+    cbool frame_record(PyCodeObject *code, FrameRecord *record)

@@ -1,0 +1,370 @@
+# cython: language_level=3, binding=True, embedsignature=True
+"""Native side of Trident: the eval-frame hook, the doors, the guard programs and the SCM entry.
+
+This module only wraps the C++ runtime (trident/runtime); see frame.h there for how calls arrive and
+for who owns what. Everything needs the GIL, which makes every function here atomic.
+"""
+
+from cpython.exc cimport PyErr_Occurred
+from cpython.ref cimport Py_INCREF, Py_XINCREF
+from libc.stdint cimport uintptr_t
+
+import functools
+import weakref
+
+
+cdef int _propagate() except -1:
+    """The C++ runtime has set a Python error: raise it."""
+    if PyErr_Occurred() == NULL:
+        raise SystemError("trident's runtime reported an error without setting one")
+    return -1
+
+
+cdef inline PyObject *_unbound_or(value):
+    if value is NotImplemented:
+        return NULL
+    return <PyObject *>value
+
+
+ACTIONS = ("default", "skip", "run_only")
+
+
+def op_names() -> tuple:
+    """The guard operations that the runtime knows, in the order of its enumeration."""
+    cdef const char *const *name = guard_op_names()
+    names = []
+    while name[0] != NULL:
+        names.append(name[0].decode())
+        name += 1
+    return tuple(names)
+
+
+cdef class NativeSpecialization:
+    """One specialization: its guard program and what runs when they pass.
+
+    Owns the guard program's payload, Dynamo's code object and the backend until `retire()` and the end
+    of the last call that uses it.
+    """
+
+    cdef Specialization *native
+    cdef readonly tuple framelocals
+
+    def __cinit__(self, tuple framelocals not None):
+        self.native = specialization_new()
+        self.framelocals = framelocals
+
+    def __dealloc__(self):
+        specialization_unref(self.native)
+
+    def set_guards(self, rows, int n_registers) -> None:
+        """Compiles rows (op, dst, src, a, b, obj, label); raises ValueError or TypeError for a bad row."""
+        cdef GuardProgram *program = new GuardProgram(n_registers, <PyObject *>self.framelocals)
+        try:
+            for op, dst, src, a, b, obj, label in rows:
+                name = op.encode()
+                if not program.add(name, dst, src, a, b, <PyObject *>obj, label):
+                    _propagate()
+        except BaseException:
+            del program
+            raise
+        if self.native.guards != NULL:
+            del program
+            raise ValueError("the guards are set already")
+        self.native.guards = program
+
+    def set_plan(self, uintptr_t address, handle) -> None:
+        """The native plan `int32 (*)(PyObject *const *locals, PyObject **result)`, 0 for RUN_CODE;
+        `handle` stays alive as long as the specialization."""
+        self.native.plan = <PlanFunction>address
+        Py_INCREF(handle)
+        self.native.handle = <PyObject *>handle
+
+    def set_origin(self, code, backend, int64_t isolate_id, str annotation) -> None:
+        """Dynamo's code object, backend and recompile scope (-1: the default one)."""
+        Py_INCREF(code)
+        Py_INCREF(backend)
+        self.native.code = <PyCodeObject *><PyObject *>code
+        self.native.backend = <PyObject *>backend
+        self.native.isolate_id = isolate_id
+        self.native.annotation = annotation.encode()
+
+    def retire(self) -> None:
+        """No call selects it any more; calls in flight finish."""
+        self.native.alive = False
+
+    def check(self, tuple values not None) -> bool:
+        """Runs the guards on frame locals (`NotImplemented` = unbound); for tests and `explain`."""
+        cdef vector[PyObject *] locals
+        if self.native.guards == NULL:
+            return True
+        if len(values) != len(self.framelocals):
+            raise ValueError(f"expected {len(self.framelocals)} frame locals, got {len(values)}")
+        for value in values:
+            locals.push_back(_unbound_or(value))
+        locals.push_back(<PyObject *>NULL)
+        return self.native.guards.run(locals.data(), &self.native.last_failed)
+
+    def check_many(self, tuple values not None, int n) -> float:
+        """Mean time of n guard runs in nanoseconds, measured natively; raises if they do not pass."""
+        from time import perf_counter_ns
+        cdef vector[PyObject *] locals
+        cdef int i
+        cdef cbool passed = True
+        for value in values:
+            locals.push_back(_unbound_or(value))
+        locals.push_back(<PyObject *>NULL)
+        start = perf_counter_ns()
+        for i in range(n):
+            passed = passed and self.native.guards.run(locals.data(), &self.native.last_failed)
+        elapsed = perf_counter_ns() - start
+        if not passed:
+            raise ValueError("the guards do not pass for these values")
+        return elapsed / n
+
+    @property
+    def hits(self) -> int:
+        return self.native.hits
+
+    @property
+    def alive(self) -> bool:
+        return self.native.alive
+
+    @property
+    def last_failed(self) -> int:
+        """Row of the last failed check, -1 if none failed yet."""
+        return self.native.last_failed
+
+    @property
+    def size(self) -> int:
+        return 0 if self.native.guards == NULL else self.native.guards.size()
+
+
+cdef class NativeScm:
+    """The native entry of one frame. `owner` (borrowed) has `build()`, called for stale modules."""
+
+    cdef Scm *native
+    cdef object __weakref__
+
+    def __cinit__(self, code, owner):
+        self.native = scm_new(<PyCodeObject *><PyObject *>code, <PyObject *>owner)
+
+    def __dealloc__(self):
+        scm_unref(self.native)
+
+    def set_specializations(self, list specializations not None) -> None:
+        """Swaps in a new list; calls in flight keep the old one."""
+        cdef SpecializationList *items = specialization_list_new()
+        cdef NativeSpecialization s
+        for item in specializations:
+            s = <NativeSpecialization?>item
+            s.native.references += 1
+            items.items.push_back(s.native)
+        scm_set_list(self.native, items)
+
+    def set_skipped(self, NativeSpecialization s) -> None:
+        """The plan for a frame that Dynamo skips, or None."""
+        cdef Specialization *former = self.native.skipped
+        self.native.skipped = NULL
+        specialization_unref(former)
+        if s is not None:
+            s.native.references += 1
+            self.native.skipped = s.native
+
+    def set_stale(self, cbool stale) -> None:
+        """True: call `owner.build()` at the next call that the hook sees."""
+        self.native.stale = stale
+
+    @property
+    def counters(self) -> tuple:
+        """(hits, misses, raised, run_code)"""
+        cdef Counters c = self.native.counters
+        return c.hits, c.misses, c.raised, c.run_code
+
+    def reset_counters(self) -> None:
+        self.native.counters.hits = 0
+        self.native.counters.misses = 0
+        self.native.counters.raised = 0
+        self.native.counters.run_code = 0
+
+    def hook(self, code) -> None:
+        """The hook looks at this code object's frames from now on (again, after a back-off)."""
+        hook_add(<PyCodeObject *><PyObject *>code, self.native)
+
+    def kill(self) -> None:
+        """The code object or the owner is dying: no door may enter any more."""
+        self.native.code = NULL
+        self.native.owner = NULL
+        self.set_specializations([])
+        self.set_skipped(None)
+
+
+def unhook(code) -> None:
+    """The hook lets this code object's frames pass."""
+    hook_remove(<PyCodeObject *><PyObject *>code)
+
+
+def unhook_address(uintptr_t address, _reference=None) -> None:
+    """As unhook(), for a code object that is dying; serves as a weak reference's callback."""
+    hook_remove(<PyCodeObject *>address)
+
+
+def is_hooked(code) -> bool:
+    return hook_has(<PyCodeObject *><PyObject *>code)
+
+
+def resolve_dynamo(set_eval_frame, get_eval_frame_callback):
+    """Finds Dynamo's native interface; returns the name of what is missing, or None."""
+    cdef const char *missing = resolve(<PyObject *>set_eval_frame, <PyObject *>get_eval_frame_callback)
+    return None if missing == NULL else missing.decode()
+
+
+def find_dynamo_extra(code) -> bool:
+    """Learns where Dynamo keeps its record, from a code object that has one."""
+    return find_extra_index(<PyCodeObject *><PyObject *>code)
+
+
+def dynamo_record(code):
+    """Dynamo's (action, recursive action, simple) for a code object, or None."""
+    cdef FrameRecord record
+    if not frame_record(<PyCodeObject *><PyObject *>code, &record):
+        return None
+    return ACTIONS[<int>record.frame], ACTIONS[<int>record.recursive], bool(record.simple)
+
+
+def initialize(*, wrapper_code, int target_cell, int callback_cell, find_door, strict_check,
+               tuple hook_names, dict global_hooks, tuple global_hook_names, flags, backend_matcher,
+               dict device_dict, forward_ad) -> None:
+    """Hands the runtime the Python objects that it reads or calls; once per process."""
+    cdef Setup setup
+    setup.wrapper_code = <PyCodeObject *><PyObject *>wrapper_code
+    setup.target_cell = target_cell
+    setup.callback_cell = callback_cell
+    setup.find_door = <PyObject *>find_door
+    setup.strict_check = <PyObject *>strict_check
+    setup.hook_names = <PyObject *>hook_names
+    setup.global_hooks = <PyObject *>global_hooks
+    setup.global_hook_names = <PyObject *>global_hook_names
+    for name in global_hook_names:
+        hash(name)  # the runtime reads the cached hash
+    set_up(setup)
+    for flag_dict, name, expected in flags:
+        add_flag(<PyObject *>flag_dict, <PyObject *>name, <PyObject *>expected)
+    set_backend_matcher(<PyObject *>backend_matcher)
+    set_guard_modules(<PyObject *>device_dict, <PyObject *>forward_ad)
+
+
+def callback_died(_reference=None) -> None:
+    """A Dynamo callback whose backend was compared died: addresses may be reused."""
+    callbacks_changed()
+
+
+def strict(cbool on) -> None:
+    """Re-check every hit with Dynamo's own guards."""
+    set_strict(on)
+
+
+def install() -> None:
+    hook_install()
+
+
+def uninstall() -> None:
+    hook_uninstall()
+
+
+def installed() -> bool:
+    return hook_is_on()
+
+
+def patch_modules(type optimized_module not None) -> None:
+    module_doors_patch(<PyTypeObject *><PyObject *>optimized_module)
+
+
+def unpatch_modules() -> None:
+    module_doors_unpatch()
+
+
+def open_door(callable_, wrapper, target, NativeScm scm not None, *, int64_t isolate_id=-1,
+              cbool fullgraph=False, cbool is_module=False, checks=()) -> None:
+    """Puts a door on a compiled callable; raises TypeError if it cannot have one.
+
+    `checks` is one (type, forward or None) per nn.Module whose __call__ the door skips, outermost first.
+    The callable is not kept alive.
+    """
+    cdef Door *door = new Door()
+    cdef ModuleCheck check
+    cdef PyObject *forward_name
+    door.callable = <PyObject *>callable_
+    door.wrapper = <PyObject *>wrapper
+    door.target = <PyObject *>target
+    door.isolate_id = isolate_id
+    door.fullgraph = fullgraph
+    door.is_module = is_module
+    name = "forward"
+    forward_name = <PyObject *>name
+    for type_, forward in checks:
+        check = ModuleCheck()
+        check.type = <PyTypeObject *><PyObject *>type_
+        _PyType_Lookup(check.type, forward_name)  # assigns the version
+        check.type_version = check.type.tp_version_tag
+        check.forward = NULL
+        if forward is not None:
+            check.forward = <PyObject *>forward
+        door.checks.push_back(check)
+    scm.native.references += 1
+    door.scm = scm.native
+    reference = _dying(callable_)
+    Py_INCREF(reference)
+    door.reference = <PyObject *>reference
+    if not door_open(door):
+        _propagate()
+
+
+def close_door(callable_) -> None:
+    door_close(<PyObject *>callable_)
+
+
+def refuse_door(wrapper) -> None:
+    """Do not offer a door for this compiled function again, until `clear_refusals()`."""
+    reference = _dying(wrapper)
+    Py_INCREF(reference)
+    door_refuse(<PyObject *>wrapper, <PyObject *>reference)
+
+
+def clear_refusals() -> None:
+    door_refusals_clear()
+
+
+def close_doors() -> None:
+    """Restores every callable that has a door."""
+    doors_close_all()
+
+
+def _forget_door(uintptr_t address, _reference=None):
+    door_forget(<PyObject *>address)
+
+
+def _dying(callable_):
+    """A weak reference that forgets the callable's door; its callback is C only, since Dynamo would
+    look at a Python function that the garbage collector happens to call in a compiled region."""
+    return weakref.ref(callable_, functools.partial(_forget_door, <uintptr_t><PyObject *>callable_))
+
+
+def has_door(callable_) -> bool:
+    return door_exists(<PyObject *>callable_)
+
+
+def suspend_doors() -> None:
+    doors_suspend()
+
+
+def resume_doors() -> None:
+    doors_resume()
+
+
+def n_doors() -> int:
+    return doors_count()
+
+
+def calling_thread_allows() -> bool:
+    """False in a state in which Trident leaves every call to stock (tracing, modes, export, stances…)."""
+    return thread_allows_now()

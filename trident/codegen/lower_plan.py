@@ -1,0 +1,288 @@
+"""Frame plans: :class:`~trident.codegen.frame_plan.Plan` to `scm`, and `scm` to LLVM.
+
+The native function is ``int32 plan(PyObject *const *locals, PyObject **result)``. `locals` are the
+frame's locals by index, borrowed. It returns
+
+    HIT (0)     a new reference is in ``*result``
+    RAISED (1)  a Python error is set
+
+and must be called with the GIL held, by a caller that holds the locals. What it owns, the tuples
+that it makes, has one release, on the one way out: the k-th release block drops the k-th tuple and
+goes on to the one before; the result has a reference of its own.
+
+A free variable whose cell is empty arrives as NULL. The plan then raises what the interpreter
+raises, but without the frame's line in the traceback: a caller that wants that line runs the frame
+as bytecode when one of ``Built.plan_locals`` is NULL.
+
+Constants are declared as external variables that *are* the objects: their addresses reach the
+linker as symbols, never the text. Rules are registered per operation, take ``(context, op,
+operands)`` and return the operation's value, if it has one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch_mlir import ir
+from torch_mlir.dialects import llvm
+
+from trident.codegen.dialect import Emitter, ObjectTable, Program, session
+from trident.codegen.frame_plan import Argument, Constant, Expression, Plan
+from trident.codegen.jit import c_api
+from trident.codegen.registry import register
+from trident.errors import UnsupportedPlan
+
+HIT, RAISED = 0, 1
+ENTRY = "plan"
+
+
+def emit_plan(plan: Plan, emitter: Emitter) -> None:
+    """Fill the plan of `emitter`'s program with `plan`."""
+    point, objects = emitter.plan, emitter.program.objects
+
+    def emit_load(load: Argument) -> ir.Value:
+        name = "free_variable" if load.is_free else "argument"
+        return emitter.value(point, name, [], index=load.index)
+
+    # First what may raise, in the frame's order: then nothing has been made yet.
+    values: dict[int, ir.Value] = {id(load): emit_load(load) for load in plan.loaded}
+
+    def emit(expression: Expression) -> ir.Value:
+        value = values.get(id(expression))
+        if value is None:
+            if isinstance(expression, Constant):
+                value = emitter.value(point, "constant", [], object=objects.add(expression.value))
+            elif isinstance(expression, Argument):
+                value = emit_load(expression)
+            else:
+                value = emitter.value(point, "tuple", [emit(item) for item in expression.items])
+            values[id(expression)] = value
+        return value
+
+    emitter.effect(point, "return", [emit(plan.result)])
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class NativePlan:
+    """An LLVM module with the function ``plan``; `symbols` to link, `keepalive` to keep."""
+
+    module: ir.Module
+    symbols: dict[str, int]
+    keepalive: list[Any]
+
+
+def lower_plan(program: Program) -> NativePlan:
+    """The native function of the plan of `program`.
+
+    Raises UnsupportedPlan if the plan is ``scm.run_code`` or an operation has no rule.
+    """
+    with session():
+        context = Context(program.objects, program.framelocals())
+        values: dict[ir.Value, ir.Value] = {}
+        for view in program.block("plan"):
+            op = view.operation
+            rule = PLAN_RULES.get(op.name)
+            if rule is None:
+                raise UnsupportedPlan(
+                    f"{op.name} has no lowering to LLVM; Dynamo's own code runs instead "
+                    "(add a rule to trident/codegen/lower_plan.py)"
+                )
+            value = rule(context, op, [values[operand] for operand in op.operands])
+            if value is not None:
+                values[op.results[0]] = value
+        return NativePlan(context.module, context.symbols, context.keepalive)
+
+
+class Context:
+    """Builds the function: rules append to its current block."""
+
+    __slots__ = (
+        "_external",
+        "_framelocals",
+        "_objects",
+        "_releases",
+        "_types",
+        "block",
+        "entry",
+        "keepalive",
+        "module",
+        "symbols",
+    )
+
+    def __init__(self, objects: ObjectTable, framelocals: tuple[str, ...]) -> None:
+        self._objects = objects
+        self._framelocals = framelocals
+        self._types = {
+            text: ir.Type.parse(text)
+            for text in (
+                "i8",
+                "i32",
+                "i64",
+                "!llvm.ptr",
+                "!llvm.func<i32 (ptr, ptr)>",
+                "!llvm.func<void (ptr)>",
+                "!llvm.func<void (ptr, ptr)>",
+                "!llvm.func<ptr (i64, ...)>",
+            )
+        }
+        self._external = ir.Attribute.parse("#llvm.linkage<external>")
+        self.module = ir.Module.create()
+        self.symbols: dict[str, int] = {}
+        self.keepalive: list[Any] = []
+        function = self._declare(ENTRY, "!llvm.func<i32 (ptr, ptr)>")
+        pointer, status = self.kind("!llvm.ptr"), self.kind("i32")
+        self.entry = self.block = function.regions[0].blocks.append(pointer, pointer)
+        # _releases[k] drops k tuples, the last first, and returns its argument.
+        self._releases = [function.regions[0].blocks.append(status)]
+        with ir.InsertionPoint(self._releases[0]):
+            llvm.ReturnOp(arg=self._releases[0].arguments[0])
+
+    def kind(self, text: str) -> ir.Type:
+        """The type spelt `text`."""
+        return self._types[text]
+
+    def integer(self, text: str, value: int) -> ir.Value:
+        """A constant of the type spelt `text`."""
+        with ir.InsertionPoint(self.block):
+            return llvm.ConstantOp(
+                self.kind(text), ir.IntegerAttr.get(self.kind(text), value)
+            ).result
+
+    def local(self, index: int, error: type[Exception], message: str) -> ir.Value:
+        """The local at `index`, borrowed; where it is NULL, `error` with `message` of its name."""
+        if not 0 <= index < len(self._framelocals):
+            raise UnsupportedPlan(f"no local {index} among {self._framelocals}")
+        pointer = self.kind("!llvm.ptr")
+        no_flags = ir.IntegerAttr.get(self.kind("i32"), 0)
+        with ir.InsertionPoint(self.block):
+            slot = llvm.GEPOp(pointer, self.entry.arguments[0], [], [index], pointer, no_flags)
+            value = llvm.LoadOp(pointer, slot.result).result
+        unbound = self._leave_if_null(value)
+        after, self.block = self.block, unbound
+        operands = [
+            self._external_object(error.__name__, error),
+            self._external_object(f"unbound_{index}", message.format(self._framelocals[index])),
+        ]
+        self._call("PyErr_SetObject", "!llvm.func<void (ptr, ptr)>", operands)
+        self._branch(self._releases[-1], self.integer("i32", RAISED))
+        self.block = after
+        return value
+
+    def object(self, index: int) -> ir.Value:
+        """The constant object `index` of the side list, borrowed."""
+        return self._external_object(f"object_{index}", self._objects[index])
+
+    def new_tuple(self, items: Sequence[ir.Value]) -> ir.Value:
+        """A new tuple of `items`, owned by the function."""
+        size = self.integer("i64", len(items))
+        made = self._call("PyTuple_Pack", "!llvm.func<ptr (i64, ...)>", [size, *items])
+        failed = self._leave_if_null(made)
+        after, self.block = self.block, failed
+        self._branch(self._releases[-1], self.integer("i32", RAISED))
+        release = self.block = self._releases[-1].create_before(self.kind("i32"))
+        self._call("Py_DecRef", "!llvm.func<void (ptr)>", [made])
+        self._branch(self._releases[-1], release.arguments[0])
+        self._releases.append(release)
+        self.block = after
+        return made
+
+    def finish(self, value: ir.Value) -> None:
+        """Return `value` as a hit."""
+        self._call("Py_IncRef", "!llvm.func<void (ptr)>", [value])
+        with ir.InsertionPoint(self.block):
+            llvm.StoreOp(value, self.entry.arguments[1])
+        self._branch(self._releases[-1], self.integer("i32", HIT))
+
+    def _external_object(self, name: str, value: Any) -> ir.Value:
+        if name not in self.symbols:
+            self.symbols[name] = id(value)
+            self.keepalive.append(value)
+            with ir.InsertionPoint(self.module.body):
+                llvm.GlobalOp(self.kind("i8"), name, self._external)
+        with ir.InsertionPoint(self.block):
+            return llvm.AddressOfOp(self.kind("!llvm.ptr"), name).result
+
+    def _leave_if_null(self, value: ir.Value) -> ir.Block:
+        """Go on in a new block unless `value` is NULL; returns the block for that case."""
+        after = self.block.create_after()
+        if_null = after.create_after()
+        with ir.InsertionPoint(self.block):
+            null = llvm.ZeroOp(self.kind("!llvm.ptr")).result
+            equal = ir.IntegerAttr.get(self.kind("i64"), 0)
+            is_null = llvm.ICmpOp(equal, value, null).result
+            llvm.CondBrOp(is_null, [], [], if_null, after)
+        self.block = after
+        return if_null
+
+    def _branch(self, target: ir.Block, status: ir.Value) -> None:
+        with ir.InsertionPoint(self.block):
+            llvm.BrOp([status], target)
+
+    def _declare(self, name: str, signature: str) -> ir.OpView:
+        with ir.InsertionPoint(self.module.body):
+            kind = ir.TypeAttr.get(self.kind(signature))
+            return llvm.LLVMFuncOp(name, kind, linkage=self._external)
+
+    def _call(self, name: str, signature: str, operands: list[ir.Value]) -> ir.Value | None:
+        if name not in self.symbols:
+            self.symbols[name] = c_api(name)
+            self._declare(name, signature)
+        variadic = "..." in signature
+        with ir.InsertionPoint(self.block):
+            return llvm.CallOp(
+                self.kind("!llvm.ptr") if variadic else None,
+                operands,
+                [],
+                [],
+                callee=name,
+                var_callee_type=ir.TypeAttr.get(self.kind(signature)) if variadic else None,
+            ).result
+
+
+PlanRule = Callable[[Context, ir.Operation, list[ir.Value]], "ir.Value | None"]
+PLAN_RULES: dict[str, PlanRule] = {}
+
+
+def plan_rule(*names: str) -> Callable[[PlanRule], PlanRule]:
+    """Registers the rule for the operations ``scm.<name>``."""
+    return register(PLAN_RULES, *(f"scm.{name}" for name in names))
+
+
+@plan_rule("argument")
+def lower_argument(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
+    index = op.attributes["index"].value
+    return context.local(index, UnboundLocalError, _UNBOUND_LOCAL)
+
+
+@plan_rule("free_variable")
+def lower_free_variable(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
+    return context.local(op.attributes["index"].value, NameError, _UNBOUND_FREE_VARIABLE)
+
+
+# The interpreter's own words (CPython 3.11 to 3.13).
+_UNBOUND_LOCAL = "cannot access local variable '{}' where it is not associated with a value"
+_UNBOUND_FREE_VARIABLE = (
+    "cannot access free variable '{}' where it is not associated with a value in enclosing scope"
+)
+
+
+@plan_rule("constant")
+def lower_constant(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
+    return context.object(op.attributes["object"].value)
+
+
+@plan_rule("tuple")
+def lower_tuple(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
+    return context.new_tuple(operands)
+
+
+@plan_rule("return")
+def lower_return(context: Context, op: ir.Operation, operands: list[ir.Value]) -> None:
+    context.finish(operands[0])
+
+
+@plan_rule("run_code")
+def reject_run_code(context: Context, op: ir.Operation, operands: list[ir.Value]) -> None:
+    raise UnsupportedPlan(op.attributes["reason"].value)

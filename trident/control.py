@@ -1,0 +1,348 @@
+"""Switching Trident on and off, and keeping the SCMs in step with Dynamo's cache.
+
+One :class:`Runtime` per process listens to what Dynamo compiles (from `import trident` on), owns the
+SCMs, and while enabled lets the eval-frame hook and the doors use them.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from types import CodeType, FunctionType, MethodType, TracebackType
+from typing import Any
+
+import torch
+
+from trident import _frame, capture, settings
+from trident.capture import Specialization, dynamo
+from trident.errors import TridentError
+from trident.scm import SpecializationCacheModule
+
+# A frame that Dynamo skips and whose code is longer than this (bytes) does more than return an
+# argument, a constant or a tuple of them: not worth analysing.
+_MAX_SKIPPED_CODE_BYTES = 128
+
+
+class Runtime:
+    """The SCMs of this process, and the switch. See `capture.Listener` for the events."""
+
+    def __init__(self) -> None:
+        self.modules: dict[int, SpecializationCacheModule] = {}
+        self.enabled = False
+        self.failures: list[str] = []
+        self._lock = threading.RLock()
+        self._ready = False
+        self._code_references: dict[int, weakref.ref[CodeType]] = {}
+        self._callbacks: dict[int, weakref.ref[Any]] = {}
+        self._undoored: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    # ---- events from Dynamo ----
+
+    def specialization_added(self, spec: Specialization) -> None:
+        self._keep_undoored(spec)
+        if self.enabled:
+            self._module_for(spec.code).add(spec)
+            self._hook(spec.code)
+            _frame.clear_refusals()
+
+    def specialization_removed(self, spec: Specialization) -> None:
+        module = self.modules.get(spec.code_id)
+        if module is not None:
+            module.remove(spec)
+
+    def frame_skipped(self, code: CodeType) -> None:
+        if self.enabled and _may_be_trivial(code):
+            self._module_for(code).skip()
+            self._hook(code)
+
+    def compile_started(self) -> None:
+        _frame.suspend_doors()
+
+    def compile_finished(self, code: CodeType | None) -> None:
+        _frame.resume_doors()
+
+    def _keep_undoored(self, spec: Specialization) -> None:
+        """A guard looks at these functions; on 3.11 a door changes their type."""
+        for function in capture.guarded_functions(spec):
+            self._undoored.add(function)
+            if self.enabled:
+                _frame.close_door(function)
+
+    # ---- SCMs ----
+
+    def _module_for(self, code: CodeType) -> SpecializationCacheModule:
+        key = id(code)
+        module = self.modules.get(key)
+        if module is None:
+            module = self.modules[key] = SpecializationCacheModule(code)
+            died = functools.partial(self._code_died, key)
+            self._code_references[key] = weakref.ref(code, died)
+        return module
+
+    def _code_died(self, key: int, _reference: Any) -> None:
+        _frame.unhook_address(key)
+        self._code_references.pop(key, None)
+        module = self.modules.pop(key, None)
+        if module is not None:
+            module.native.kill()
+
+    def _hook(self, code: CodeType) -> None:
+        self.modules[id(code)].native.hook(code)
+
+    def module_of(self, code: CodeType) -> SpecializationCacheModule:
+        """The SCM of a code object with what Dynamo compiled for it so far (for `explain`)."""
+        module = self._module_for(code)
+        known = {id(entry.spec) for entry in module.entries}
+        for spec in reversed(capture.specializations_of(code)):
+            if id(spec) not in known:
+                module.add(spec)
+        if capture.is_skipped(code) and not module.entries and _may_be_trivial(code):
+            module.skips = True
+        return module
+
+    # ---- the switch ----
+
+    def start(self) -> None:
+        """Enables hook and doors, for what was recorded before as well."""
+        with self._lock:
+            if self.enabled:
+                return
+            self._prepare()
+            _frame.strict(settings.strict())
+            self.enabled = True
+            for spec in capture.live_specializations():
+                code = self._live_code(spec)
+                if code is not None:
+                    self._hook_recorded(code)
+            for code in capture.skipped_codes():
+                if _may_be_trivial(code):
+                    self._module_for(code).skip()
+                    self._hook(code)
+            _frame.patch_modules(dynamo.optimized_module())
+            _frame.install()
+
+    def _hook_recorded(self, code: CodeType) -> None:
+        module = self.module_of(code)
+        module.native.set_stale(True)
+        self._hook(code)
+
+    @staticmethod
+    def _live_code(spec: Specialization) -> CodeType | None:
+        try:
+            return spec.code if spec.alive else None
+        except ReferenceError:
+            return None
+
+    def stop(self) -> None:
+        """Takes hook and doors away; SCMs stay, for the next time."""
+        with self._lock:
+            if not self.enabled:
+                return
+            self.enabled = False
+            _frame.uninstall()
+            _frame.unpatch_modules()
+            _frame.close_doors()
+            for module in list(self.modules.values()):
+                code = module.code
+                if code is not None:
+                    _frame.unhook(code)
+
+    def _prepare(self) -> None:
+        if self._ready:
+            return
+        missing = _frame.resolve_dynamo(*dynamo.eval_frame_functions())
+        if missing is None and not _frame.find_dynamo_extra(dynamo.code_with_record()):
+            missing = "Dynamo's record of a code object"
+        if missing is not None:
+            raise TridentError(
+                f"torch {torch.__version__} lacks {missing}: Trident supports torch 2.11 to 2.15; "
+                "install one of them, or run without Trident (TRIDENT_DISABLE=1)"
+            )
+        wrapper = dynamo.wrapper_code()
+        module_py = torch.nn.modules.module
+        stance_dict, stance_name = dynamo.stance_slot()
+        flags = [(stance_dict, stance_name, stance_dict[stance_name])]
+        flags += [(d, n, False) for d, n in (dynamo.fx_tracing_slot(), dynamo.exporting_slot())]
+        _frame.initialize(
+            wrapper_code=wrapper,
+            target_cell=wrapper.co_freevars.index("fn"),
+            callback_cell=wrapper.co_freevars.index("callback"),
+            find_door=self.find_door,
+            strict_check=strict_check,
+            hook_names=_MODULE_HOOKS,
+            global_hooks=vars(module_py),
+            global_hook_names=tuple(n for n in vars(module_py) if _is_global_hook(n)),
+            flags=flags,
+            backend_matcher=self.backend_matches,
+            device_dict=vars(torch.utils._device),
+            forward_ad=torch.autograd.forward_ad,
+        )
+        # What the garbage collector may call in a compiled region must not be compiled itself.
+        for function in (Runtime._code_died, Runtime._callback_died):
+            dynamo.skip_frames_of(function.__code__)
+        self._ready = True
+
+    # ---- questions of the native side ----
+
+    def backend_matches(self, backend: Any, callback: Any) -> bool:
+        """Does this Dynamo callback use the backend that compiled? Asked once per pair."""
+        key = id(callback)
+        if key not in self._callbacks:
+            died = functools.partial(self._callback_died, key)
+            self._callbacks[key] = weakref.ref(callback, died)
+        return dynamo.backend_matches(backend, dynamo.backend_of(callback))
+
+    def _callback_died(self, key: int, _reference: Any) -> None:
+        self._callbacks.pop(key, None)
+        _frame.callback_died()
+
+    def find_door(self, wrapper: Any, outer: Any, module: SpecializationCacheModule) -> None:
+        """A frame was served natively inside `wrapper`: put a door on what the user calls."""
+        if not self.enabled or wrapper in self._undoored:
+            _frame.refuse_door(wrapper)
+            return
+        context, target = dynamo.wrapper_context(wrapper), dynamo.wrapper_target(wrapper)
+        options: dict[str, Any] = {
+            "isolate_id": dynamo.isolate_id_of(context),
+            "fullgraph": bool(getattr(context, "fullgraph", False)),
+        }
+        shape = _door_shape(wrapper, target, outer, module.code)
+        if shape is not None:
+            callable_, options["checks"], options["is_module"] = shape
+            if not _frame.has_door(callable_):
+                _frame.open_door(callable_, wrapper, target, module.native, **options)
+        if shape is None or options["is_module"]:
+            _frame.refuse_door(wrapper)
+
+
+_MODULE_HOOKS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_compiled_call_impl",
+)
+
+
+def _is_global_hook(name: str) -> bool:
+    return name.startswith("_global_") and name.endswith("_hooks")
+
+
+def _may_be_trivial(code: CodeType) -> bool:
+    return len(code.co_code) <= _MAX_SKIPPED_CODE_BYTES and not code.co_names
+
+
+def _door_shape(
+    wrapper: Any, target: Any, outer: Any, code: CodeType | None
+) -> tuple[Any, tuple[Any, ...], bool] | None:
+    """(callable, module checks, is it an OptimizedModule?) of a door that leads to frames of `code`,
+    or None if the way there does more than a door may skip."""
+    if isinstance(target, FunctionType):
+        return (wrapper, (), False) if target.__code__ is code else None
+    if not isinstance(target, MethodType):
+        return None
+    owner, function = target.__self__, target.__func__
+    if getattr(function, "__code__", None) is code:
+        return wrapper, (), False
+    if not isinstance(owner, torch.nn.Module) or not _calls_forward_plainly(owner, code):
+        return None
+    check = (type(owner), None)
+    if function is torch.nn.Module._call_impl:  # module.compile()
+        return wrapper, (check,), False
+    optimized = dynamo.optimized_module()
+    if function is torch.nn.Module.__call__ and type(outer) is optimized:
+        if vars(outer).get("forward") is wrapper:
+            return outer, ((optimized, wrapper), check), True
+    return None
+
+
+def _calls_forward_plainly(module: torch.nn.Module, code: CodeType | None) -> bool:
+    kind, base = type(module), torch.nn.Module
+    plain = kind.__call__ is base.__call__ and kind._call_impl is base._call_impl
+    if not plain or getattr(kind.forward, "__code__", None) is not code:
+        return False
+    skipped = (base.__call__.__code__, base._call_impl.__code__)
+    return all((_frame.dynamo_record(c) or ("default",))[0] == "skip" for c in skipped)
+
+
+def strict_check(module: SpecializationCacheModule, handle: Any, values: tuple[Any, ...]) -> None:
+    """TRIDENT_STRICT: raises TridentError if Dynamo's own guards reject what ours accepted."""
+    spec = handle[0]
+    names = dynamo.framelocals(spec.code)
+    f_locals = {n: v for n, v in zip(names, values, strict=True) if v is not NotImplemented}
+    if spec.alive and not dynamo.guard_check(spec, f_locals):
+        raise TridentError(
+            f"Trident accepted a call of {module.name} ({module.filename}:{module.firstlineno}) for "
+            f"specialization {spec.compile_id} that Dynamo's own guards reject: "
+            f"{dynamo.guard_check_verbose(spec, f_locals)}. Please report this."
+        )
+
+
+runtime = Runtime()
+
+
+class Enabled:
+    """What `enable()` returns: leave it as a context, or call `trident.disable()`."""
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _end(self)
+
+
+_active: list[Enabled] = []
+_active_lock = threading.RLock()
+
+
+def enable(*, reset: bool = False) -> Enabled:
+    """Lets calls of compiled functions enter their Specialization Cache Module, in all threads.
+
+    Use it as a context manager, or as a plain call ended by `disable()`. It nests: Trident is on until
+    every `enable()` has ended. With ``TRIDENT_DISABLE=1`` in the environment it does nothing.
+
+    Args:
+        reset: call ``torch._dynamo.reset()`` first, so that what was compiled before `import trident`
+            is compiled again, recorded, and can become native.
+
+    Raises:
+        TridentError: this torch lacks something Trident needs; nothing is changed then.
+    """
+    token = Enabled()
+    if settings.disabled():
+        return token
+    if not capture.is_installed():
+        capture.install()
+        capture.set_listener(runtime)
+    if reset:
+        dynamo.reset()
+    with _active_lock:
+        runtime.start()
+        _active.append(token)
+    return token
+
+
+def disable() -> None:
+    """Ends the latest `enable()` that is still in force; without one, does nothing."""
+    with _active_lock:
+        if _active:
+            _end(_active[-1])
+
+
+def _end(token: Enabled) -> None:
+    with _active_lock:
+        if token in _active:
+            _active.remove(token)
+            if not _active:
+                runtime.stop()
+
+
+def is_enabled() -> bool:
+    """Whether any `enable()` is in force."""
+    return runtime.enabled

@@ -1,0 +1,88 @@
+/* The native guard evaluator: a straight-line program over registers, one row per fetch or check.
+ *
+ * Ownership: a program owns its payload objects (what Dynamo's own guards own: accessor keys, values
+ * to compare with, lambdas). Registers are borrowed from their containers, or owned by the run until
+ * it ends. A run needs the GIL, may call Python (properties, __eq__, lambdas), and never leaves a
+ * Python error set. Semantics follow torch/csrc/dynamo/guards.cpp; where Trident cannot be exact it is
+ * stricter, which only means a miss.
+ */
+#ifndef TRIDENT_GUARDS_H
+#define TRIDENT_GUARDS_H
+
+#include "cpython_frame.h"
+
+#include <string>
+#include <vector>
+
+namespace trident {
+
+#define TRIDENT_GUARD_OPS(X)                                                                        \
+  X(local) X(globals) X(getattr) X(generic_getattr) X(generic_dict) X(getitem) X(dict_item)         \
+  X(list_item) X(tuple_item) X(set_item) X(tuple_iterator_item) X(type) X(type_dict) X(type_mro)    \
+  X(func_defaults) X(func_kwdefaults) X(closure) X(code) X(grad) X(tensor_size) X(tensor_stride)    \
+  X(tensor_storage_offset) X(weakref_call) X(call_no_args) X(global_weakref) X(call) X(dict_key)    \
+  X(dict_value) X(check_type) X(check_id) X(check_none) X(check_not_none) X(check_true)             \
+  X(check_false) X(check_equals) X(check_length) X(check_dict_length) X(check_dict)                 \
+  X(check_tuple_iterator) X(check_range_iterator) X(check_mapping_keys) X(check_no_attr)            \
+  X(check_dict_contains) X(check_set_contains) X(check_float_nan) X(check_complex_nan)              \
+  X(check_dual_level) X(check_dict_version) X(check_default_device) X(check_global_state)           \
+  X(check_function_modes) X(check_dispatch_keys) X(check_tensor) X(check_no_alias) X(check_same)    \
+  X(check_saved_tensor_hooks) X(check_lambda) X(check_lambda_locals) X(check_lambda_no_args)        \
+  X(check_leaf)
+
+enum class Op : uint16_t {
+#define X(name) name,
+  TRIDENT_GUARD_OPS(X)
+#undef X
+};
+
+/* Row of a program; the JIT and the tests rely on this layout. */
+struct Row {
+  Op op;
+  uint16_t flags;
+  int32_t dst;
+  int32_t src;
+  int32_t label;
+  int64_t a;
+  int64_t b;
+  PyObject *object; /* owned by the program */
+  void *payload;    /* decoded form of `object`, owned by the program */
+};
+static_assert(sizeof(Row) == 48, "Row layout");
+
+class GuardProgram {
+public:
+  GuardProgram(int n_registers, PyObject *framelocals);
+  ~GuardProgram();
+  GuardProgram(const GuardProgram &) = delete;
+
+  /* Returns false with a Python error set for an unknown op or a malformed payload. */
+  bool add(const char *op, int dst, int src, int64_t a, int64_t b, PyObject *object, int label);
+
+  /* True if all rows pass. `locals` has one (borrowed, possibly null) entry per frame local.
+   * On failure `*failed` is the row that failed. */
+  bool run(PyObject *const *locals, int *failed);
+
+  size_t size() const { return rows_.size(); }
+  const Row &row(size_t i) const { return rows_[i]; }
+  int traverse(visitproc visit, void *arg) const;
+
+private:
+  bool decode(Row *row);
+  void seal();
+  bool execute(PyObject *const *locals, PyObject **registers, std::vector<PyObject *> *owned,
+               int *failed) const;
+  std::vector<Row> rows_;
+  int n_registers_;
+  PyObject *framelocals_; /* tuple of names, owned */
+  bool disables_torch_function_ = false;
+  bool sealed_ = false;
+};
+
+const char *const *guard_op_names(); /* null-terminated, in the order of Op */
+
+/* Private Python-side objects that rows read: torch.utils._device.__dict__, torch.autograd.forward_ad. */
+void set_guard_modules(PyObject *device_dict, PyObject *forward_ad);
+
+} // namespace trident
+#endif

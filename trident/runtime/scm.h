@@ -1,0 +1,78 @@
+/* The Specialization Cache Module of one frame: all its specializations behind one native entry.
+ *
+ * Ownership: a Scm and its Specializations are reference counted under the GIL. A call pins the list of
+ * specializations and the one it runs, so that another thread (or the call itself) may add, invalidate
+ * or reset while it runs; invalidation marks the specialization dead at once, memory goes with the last
+ * pin. A Specialization owns its guard program, Dynamo's code object and the backend, as Dynamo's own
+ * cache entry does; it owns no user object beyond these.
+ */
+#ifndef TRIDENT_SCM_H
+#define TRIDENT_SCM_H
+
+#include "guards.h"
+
+namespace trident {
+
+enum class Status : int32_t { hit = 0, miss = 1, raised = 2, run_code = 3 };
+
+/* int32 plan(locals, result): 0 with a new reference in *result, or 1 with a Python error set. */
+using PlanFunction = int32_t (*)(PyObject *const *locals, PyObject **result);
+
+struct Specialization {
+  int64_t references = 1;
+  bool alive = true;
+  GuardProgram *guards = nullptr; /* null: no guards (a frame that Dynamo skips) */
+  PlanFunction plan = nullptr;    /* null: RUN_CODE */
+  PyCodeObject *code = nullptr;   /* Dynamo's code object */
+  PyObject *backend = nullptr;
+  PyObject *handle = nullptr; /* Python side: keeps the plan's native code, the strict check's data */
+  int64_t isolate_id = -1;
+  std::string annotation;
+  uint64_t hits = 0;
+  int last_failed = -1; /* row of the last failed check, for explain */
+  struct {
+    PyObject *callback; /* borrowed; valid while generation is current */
+    bool matches;
+  } callbacks[4] = {};
+  uint32_t callbacks_generation = 0;
+  int n_callbacks = 0;
+};
+
+struct SpecializationList {
+  int64_t references = 1;
+  std::vector<Specialization *> items; /* owned */
+};
+
+struct Counters {
+  uint64_t hits = 0, misses = 0, raised = 0, run_code = 0;
+};
+
+struct Scm {
+  int64_t references = 1;
+  PyCodeObject *code = nullptr; /* borrowed: the owner forgets the Scm when the code dies */
+  SpecializationList *list = nullptr;
+  Specialization *skipped = nullptr; /* plan for a frame that Dynamo skips, owned */
+  bool stale = false;                /* specializations wait to be built at the next call */
+  Counters counters;
+  uint64_t misses_in_a_row = 0;
+  PyObject *owner = nullptr; /* borrowed: the Python object that builds and reports */
+  int n_locals = 0, n_free = 0, free_offset = 0;
+};
+
+Specialization *specialization_new();
+void specialization_unref(Specialization *s);
+Scm *scm_new(PyCodeObject *code, PyObject *owner);
+void scm_unref(Scm *scm);
+void scm_set_list(Scm *scm, SpecializationList *list); /* steals */
+
+/* Tries each live specialization that fits the callback; on success *out is pinned (a new reference).
+ * `strict` re-checks with Dynamo's own guards through the owner. */
+bool scm_select(Scm *scm, PyObject *callback, int64_t isolate_id, PyObject *const *locals,
+                bool need_plan, Specialization **out);
+
+/* Python helper: matches(backend, callback) -> bool; called once per pair. */
+void set_backend_matcher(PyObject *matcher);
+void callbacks_changed(); /* some remembered callback died */
+
+} // namespace trident
+#endif
