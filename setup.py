@@ -10,6 +10,7 @@ object, so a new torch, Python or flag rebuilds. Works without a package index:
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shlex
@@ -152,9 +153,12 @@ class BuildExt(build_ext):
 
     def run(self) -> None:
         in_place = bool(self.inplace or getattr(self, "editable_mode", False))
-        super().run()
-        folder = PACKAGE if in_place else Path(self.build_lib) / "trident"
-        self.write_build_info(folder / "_build_info.py")
+        (ROOT / "build").mkdir(exist_ok=True)
+        with open(ROOT / "build" / "lock", "w") as lock:  # two builds at once share the objects
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            super().run()
+            folder = PACKAGE if in_place else Path(self.build_lib) / "trident"
+            self.write_build_info(folder / "_build_info.py")
 
     def build_extension(self, ext: Extension) -> None:
         started = time.perf_counter()
@@ -193,13 +197,15 @@ class BuildExt(build_ext):
 
     def link(self, cxx: list[str], objects: list[Path], objects_dir: Path, target: Path) -> None:
         stamp = objects_dir / "link.command"
-        names = sorted(map(str, objects))
-        command = [*cxx, *names, *link_flags(), "-o", str(target)]
-        if not is_fresh(target, stamp, shlex.join(command), objects):
+        objects = sorted(objects)
+        command = [*cxx, *map(str, objects), *link_flags(), "-o", str(target)]
+        made_ns = [str(path.stat().st_mtime_ns) for path in objects]
+        signature = shlex.join([*command, *made_ns])
+        if not is_fresh(target, stamp, signature, objects):
             stamp.unlink(missing_ok=True)
             target.parent.mkdir(parents=True, exist_ok=True)
             run(command, f"link {target.name}")
-            stamp.write_text(shlex.join(command))
+            stamp.write_text(signature)
 
     def write_build_info(self, path: Path) -> None:
         text = (

@@ -328,7 +328,8 @@ def overlapping_views(backend: str) -> list[Any]:
         p.add_(1)
         return p + q
 
-    f = torch.compile(g, backend="aot_eager" if backend == "eager" else backend)
+    backend = "aot_eager" if backend == "eager" else backend
+    f = torch.compile(g, backend=backend, dynamic=True)
     base = torch.randn(10)
     return [f(base[:6], base[4:]), f(base[:6], base[4:]), base.clone()]
 

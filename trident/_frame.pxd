@@ -8,9 +8,12 @@ from libcpp.vector cimport vector
 cdef extern from "runtime/cpython_frame.h":
     ctypedef struct PyCodeObject:
         pass
+    ctypedef struct PyFunctionObject:
+        pass
     ctypedef struct PyTypeObject:
         unsigned int tp_version_tag
     PyObject *_PyType_Lookup(PyTypeObject *type, PyObject *name)
+    int PyFunction_Check(PyObject *o)
 
 cdef extern from "runtime/guards.h" namespace "trident":
     cdef cppclass GuardProgram:
@@ -62,6 +65,8 @@ cdef extern from "runtime/frame.h" namespace "trident":
         ModuleCheck()
         PyTypeObject *type
         unsigned int type_version
+        PyFunctionObject *function
+        cbool compiled_call_allowed
         PyObject *forward
     cdef cppclass Door:
         Door()

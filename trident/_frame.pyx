@@ -287,12 +287,14 @@ def open_door(callable_, wrapper, target, NativeScm scm not None, *, int64_t iso
               cbool fullgraph=False, cbool is_module=False, checks=()) -> None:
     """Puts a door on a compiled callable; raises TypeError if it cannot have one.
 
-    `checks` is one (type, forward or None) per nn.Module whose __call__ the door skips, outermost first.
+    `checks` is one (type, own forward or None, may _compiled_call_impl be set?) per nn.Module whose
+    __call__ the door skips, outermost first.
     The callable is not kept alive.
     """
     cdef Door *door = new Door()
     cdef ModuleCheck check
     cdef PyObject *forward_name
+    cdef PyObject *found
     door.callable = <PyObject *>callable_
     door.wrapper = <PyObject *>wrapper
     door.target = <PyObject *>target
@@ -301,11 +303,15 @@ def open_door(callable_, wrapper, target, NativeScm scm not None, *, int64_t iso
     door.is_module = is_module
     name = "forward"
     forward_name = <PyObject *>name
-    for type_, forward in checks:
+    for type_, forward, compiled_call_allowed in checks:
         check = ModuleCheck()
+        check.compiled_call_allowed = compiled_call_allowed
         check.type = <PyTypeObject *><PyObject *>type_
-        _PyType_Lookup(check.type, forward_name)  # assigns the version
+        found = _PyType_Lookup(check.type, forward_name)  # assigns the version, too
         check.type_version = check.type.tp_version_tag
+        check.function = NULL
+        if found != NULL and PyFunction_Check(found):
+            check.function = <PyFunctionObject *>found
         check.forward = NULL
         if forward is not None:
             check.forward = <PyObject *>forward

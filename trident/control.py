@@ -6,6 +6,7 @@ SCMs, and while enabled lets the eval-frame hook and the doors use them.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import threading
 import weakref
@@ -181,7 +182,15 @@ class Runtime:
         # What the garbage collector may call in a compiled region must not be compiled itself.
         for function in (Runtime._code_died, Runtime._callback_died):
             dynamo.skip_frames_of(function.__code__)
+        atexit.register(self._at_exit)
         self._ready = True
+
+    def _at_exit(self) -> None:
+        """No event may reach Python code whose module globals are gone already."""
+        self.stop()
+        capture.set_listener(None)
+        self._code_references.clear()
+        self._callbacks.clear()
 
     # ---- questions of the native side ----
 
@@ -221,7 +230,6 @@ _MODULE_HOOKS = (
     "_backward_pre_hooks",
     "_forward_hooks",
     "_forward_pre_hooks",
-    "_compiled_call_impl",
 )
 
 
@@ -247,13 +255,12 @@ def _door_shape(
         return wrapper, (), False
     if not isinstance(owner, torch.nn.Module) or not _calls_forward_plainly(owner, code):
         return None
-    check = (type(owner), None)
     if function is torch.nn.Module._call_impl:  # module.compile()
-        return wrapper, (check,), False
+        return wrapper, ((type(owner), None, True),), False
     optimized = dynamo.optimized_module()
     if function is torch.nn.Module.__call__ and type(outer) is optimized:
         if vars(outer).get("forward") is wrapper:
-            return outer, ((optimized, wrapper), check), True
+            return outer, ((optimized, wrapper, False), (type(owner), None, False)), True
     return None
 
 

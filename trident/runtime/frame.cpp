@@ -17,6 +17,7 @@ struct Flag {
   PyObject *dict, *name;
   Py_hash_t hash;
   PyObject *expected;
+  uint64_t version; /* of the dict when the flag was last seen as expected */
 };
 
 Setup setup_{};
@@ -53,8 +54,11 @@ const c10::DispatchKeySet &blocking_keys() {
 }
 
 bool flags_are_default() {
-  for (const Flag &flag : flags_)
+  for (Flag &flag : flags_) {
+    if (dict_versions_reliable && dict_version(flag.dict) == flag.version) continue;
     if (_PyDict_GetItem_KnownHash(flag.dict, flag.name, flag.hash) != flag.expected) return false;
+    flag.version = dict_version(flag.dict);
+  }
   return true;
 }
 
@@ -254,20 +258,33 @@ PyObject *set_eval_frame(PyObject *module, PyObject *callback) {
 bool dict_is_empty(PyObject *o) { return o == Py_None || (PyDict_Check(o) && PyDict_GET_SIZE(o) == 0); }
 
 bool global_hooks_empty() {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(setup_.global_hook_names); i++) {
-    PyObject *name = PyTuple_GET_ITEM(setup_.global_hook_names, i);
-    PyObject *hooks = _PyDict_GetItem_KnownHash(setup_.global_hooks, name, ((PyASCIIObject *)name)->hash);
-    if (hooks == nullptr || !dict_is_empty(hooks)) return false;
+  static uint64_t version = 0;
+  static std::vector<PyObject *> dicts; /* valid while the module's dict has that version */
+  if (!dict_versions_reliable || dict_version(setup_.global_hooks) != version) {
+    dicts.clear();
+    version = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(setup_.global_hook_names); i++) {
+      PyObject *name = PyTuple_GET_ITEM(setup_.global_hook_names, i);
+      PyObject *hooks = _PyDict_GetItem_KnownHash(setup_.global_hooks, name, ((PyASCIIObject *)name)->hash);
+      if (hooks == nullptr || !PyDict_Check(hooks)) return false;
+      dicts.push_back(hooks);
+    }
+    version = dict_version(setup_.global_hooks);
   }
+  for (PyObject *hooks : dicts)
+    if (PyDict_GET_SIZE(hooks) != 0) return false;
   return true;
 }
 
 /* Looks at everything again and remembers where the hooks are. */
 bool module_check_slow(ModuleCheck *check, PyObject *dict) {
   static PyObject *forward_name = PyUnicode_InternFromString("forward");
+  static PyObject *compiled_name = PyUnicode_InternFromString("_compiled_call_impl");
   check->dict = nullptr;
   check->hooks.clear();
   if (PyDict_GetItemWithError(dict, forward_name) != check->forward) return false;
+  PyObject *compiled = PyDict_GetItemWithError(dict, compiled_name);
+  if (compiled != nullptr && compiled != Py_None && !check->compiled_call_allowed) return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(setup_.hook_names); i++) {
     PyObject *hooks = PyDict_GetItemWithError(dict, PyTuple_GET_ITEM(setup_.hook_names, i));
     if (hooks == nullptr) continue; /* the class attribute, covered by the type's version */
@@ -317,10 +334,8 @@ PyFunctionObject *door_function(Door *door, PyObject **self) {
   size_t i = 0;
   if (door->is_module && !module_check(&door->checks[i++], door->callable)) return nullptr;
   if (!module_check(&door->checks[i], module)) return nullptr;
-  static PyObject *forward_name = PyUnicode_InternFromString("forward");
-  PyObject *forward = _PyType_Lookup(Py_TYPE(module), forward_name);
   *self = module;
-  return forward != nullptr && PyFunction_Check(forward) ? (PyFunctionObject *)forward : nullptr;
+  return door->checks[i].function;
 }
 
 PyObject *door_dispatch(Door *door, PyFunctionObject *function, const CallArguments &call) {
@@ -460,7 +475,7 @@ void set_up(const Setup &setup) {
 }
 
 void add_flag(PyObject *dict, PyObject *name, PyObject *expected) {
-  flags_.push_back({Py_NewRef(dict), Py_NewRef(name), PyObject_Hash(name), Py_NewRef(expected)});
+  flags_.push_back({Py_NewRef(dict), Py_NewRef(name), PyObject_Hash(name), Py_NewRef(expected), 0});
 }
 
 void set_strict(bool strict) { strict_ = strict; }

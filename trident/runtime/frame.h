@@ -20,6 +20,8 @@ namespace trident {
 struct ModuleCheck {
   PyTypeObject *type = nullptr; /* compared, with the version that covers __call__, forward and the like */
   unsigned type_version = 0;
+  PyFunctionObject *function = nullptr; /* the type's forward; borrowed, valid while the version is */
+  bool compiled_call_allowed = false; /* module.compile() leads here: _compiled_call_impl is set */
   PyObject *forward = nullptr; /* what the instance's own `forward` must be, or null: none; borrowed */
   PyObject *dict = nullptr;    /* the instance dict when last looked at; compared */
   uint64_t dict_version = 0;

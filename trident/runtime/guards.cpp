@@ -225,6 +225,13 @@ bool dual_level_is(int64_t expected) {
   return ok;
 }
 
+bool attribute_is_absent(PyObject *o, PyObject *name) {
+  PyObject *value = nullptr;
+  int found = lookup_attribute(o, name, &value);
+  Py_XDECREF(value);
+  return found == 0;
+}
+
 bool range_iterator_is(PyObject *o, PyObject *bounds, int64_t type_id) {
   if ((int64_t)Py_TYPE(o) != type_id) return false;
   long start, stop, step, want_start, want_stop, want_step;
@@ -550,7 +557,7 @@ bool GuardProgram::execute(PyObject *const *locals, PyObject **r, std::vector<Py
       Py_XDECREF(keys);
       break;
     }
-    case Op::check_no_attr: ok = PyObject_HasAttr(v, row.object) == 0; break;
+    case Op::check_no_attr: ok = attribute_is_absent(v, row.object); break;
     case Op::check_dict_contains: {
       int has = PyDict_Check(v) ? PyDict_Contains(v, row.object) : 0;
       ok = has >= 0 && has == row.a;

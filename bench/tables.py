@@ -1,0 +1,134 @@
+"""Writes README's table of measurements from bench/results/: `python -m bench.tables`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "bench" / "results"
+BEGIN, END = "<!-- measurements: begin (make tables) -->", "<!-- measurements: end -->"
+Result = dict[str, Any]
+
+
+def nanoseconds(value: float) -> str:
+    for unit, size in (("ms", 1e6), ("µs", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f} ns"
+
+
+def timing(name: str) -> Callable[[Result], str]:
+    def cell(result: Result) -> str:
+        found = result.get("timings", {}).get(name)
+        return f"{nanoseconds(found['median_ns'])} ±{nanoseconds(found['iqr_ns'] / 2)}"
+
+    return cell
+
+
+def ratio(result: Result) -> str:
+    figures = result["figures"]
+    goal = f" (goal ≥ {figures['target']})" if "target" in figures else ""
+    return f"{figures['ratio']:.3g}x{goal}"
+
+
+CALLS = {
+    "noop_function": "compiled no-op function, a call",
+    "noop_module": "compiled no-op module, a call",
+    "small_graph": "`relu(x + y) * 2` on 16 floats, backend eager, a call",
+    "decoder_guards": "guards of a 28-layer decoder, one check",
+}
+
+
+def call_table(results: dict[str, Result]) -> list[str]:
+    lines = [
+        "| | stock | Trident | stock / Trident |",
+        "|---|---|---|---|",
+    ]
+    for key, label in CALLS.items():
+        if key in results:
+            result = results[key]
+            stock, ours = timing("stock")(result), timing("Trident")(result)
+            lines.append(f"| {label} | {stock} | {ours} | {ratio(result)} |")
+    return lines
+
+
+def other_lines(results: dict[str, Result]) -> list[str]:
+    lines = []
+    if (found := results.get("build_time")) is not None:
+        f = found["figures"]
+        lines.append(
+            f"- Building an SCM: {f['fixed_ms']:.1f} ms fixed, a native frame plan included (goal "
+            f"≤ {f['target']} ms); small specializations: the 2nd {f['second_ms']:.2f} ms, the "
+            f"20th {f['twentieth_ms']:.2f} ms."
+        )
+    if (found := results.get("decoder_guards")) is not None:
+        f = found["figures"]
+        lines.append(
+            f"- The 28-layer decoder has {f['checks']} checks ({f['rows']} rows with the fetches); "
+            f"building them took {f['build_ms']:.0f} ms."
+        )
+    if (found := results.get("python_tax")) is not None:
+        ratios = found["figures"]["ratios"].values()
+        lines.append(
+            f"- Pure-Python programs while enabled: {min(ratios):.2f} to {max(ratios):.2f} times "
+            "their time while disabled (goal: no difference)."
+        )
+    if (found := results.get("python_tax_after_disable")) is not None:
+        ratios = found["figures"]["ratios"].values()
+        lines.append(
+            f"- The same after the last disable, in processes of their own: {min(ratios):.2f} to "
+            f"{max(ratios):.2f} times the time of a process without Trident."
+        )
+    if (found := results.get("recursion_depth")) is not None:
+        f = found["figures"]
+        lines.append(
+            f"- Depth of recursion under a limit of 5000: {f['before']} before, {f['enabled']} "
+            f"while enabled, {f['after']} after."
+        )
+    if (found := results.get("enable_disable")) is not None:
+        lines.append(f"- `enable()` and `disable()`: {found['figures']['toggle_us']:.0f} µs.")
+    return lines
+
+
+def environments(results: dict[str, Result]) -> list[str]:
+    """The distinct environments of the results shown, one line each."""
+    seen = []
+    for result in results.values():
+        e = result["environment"]
+        commit = (e["commit"] or "none")[:10] + (" with local changes" if e["dirty"] else "")
+        line = (
+            f"Measured on {e['cpu']}, {e['cores']} cores, Python {e['python']}, "
+            f"torch {e['packages']['torch']}, commit {commit}."
+        )
+        if line not in seen:
+            seen.append(line)
+    return seen
+
+
+def render(results: dict[str, Result]) -> str:
+    if not results:
+        return "Nothing recorded yet: run `make bench`."
+    note = "Medians ± half the interquartile range; ratios are medians of interleaved rounds."
+    parts = [call_table(results), other_lines(results), [note, *environments(results)]]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def main() -> None:
+    path = RESULTS / "dispatch.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    text = README.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        sys.exit(f"{README} lacks the markers {BEGIN!r} and {END!r}: put them where the table goes")
+    before, rest = text.split(BEGIN, 1)
+    _, after = rest.split(END, 1)
+    README.write_text(f"{before}{BEGIN}\n{render(results)}\n{END}{after}", encoding="utf-8")
+    print(f"{README.name}: {len(results)} results of {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import trident
+from trident import capture
+from trident.control import runtime
+
+# Tests compare bits; the number of threads may change them, and is guarded on by Dynamo.
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Dynamo and Trident as after import, and checked to be so again at the end."""
+    assert not trident.is_enabled()
+    capture.install()
+    capture.set_listener(runtime)
+    torch._dynamo.reset()
+    trident.reset_stats()
+    failures = capture.failures()
+    yield
+    assert not trident.is_enabled(), "a test left Trident enabled"
+    torch._dynamo.reset()
+    assert capture.failures() == failures
+
+
+def compilations() -> dict[str, int]:
+    """How often Dynamo compiled since `reset_compilations()`."""
+    counters = torch._dynamo.utils.counters
+    return {
+        "frames": counters["frames"]["ok"],
+        "attempts": counters["frames"]["total"],
+        "graphs": counters["stats"]["unique_graphs"],
+    }
+
+
+def reset_compilations() -> None:
+    torch._dynamo.utils.counters.clear()
+
+
+def frame_stats(name: str) -> Any:
+    """The FrameStats of the one frame called `name`."""
+    (found,) = (frame for frame in trident.stats().frames if frame.name == name)
+    return found
