@@ -30,7 +30,7 @@ def test_free_threaded_python() -> None:
 def test_other_torch() -> None:
     with pytest.raises(
         trident.BuildMismatchError,
-        match=r"built for torch 2\.13\.0, but torch 2\.12\.1 is installed\.\nBuild it again:  .*setup",
+        match=r"torch 2\.13\.0, but torch 2\.12\.1 is installed\.\nBuild it again:  .*setup",
     ):
         checked.check_build((3, 11), "2.13.0", (3, 11), "2.12.1")
 

@@ -15,7 +15,8 @@ import atexit, os, pickle, sys
 
 class Point: pass
 
-print(__name__, __file__, __doc__, __spec__, type(__builtins__), sys.argv, sys.path[0])
+spec = getattr(__spec__, 'name', None)
+print(__name__, __file__, __doc__, spec, type(__builtins__), sys.argv, sys.path[0])
 print(sys.modules["__main__"].Point is Point, type(pickle.loads(pickle.dumps(Point()))) is Point)
 atexit.register(print, "the script's exit handler")
 case = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -79,7 +80,7 @@ def folder(tmp_path: Path) -> Path:
         ["script.py", "fork"],
         ["broken.py"],
         ["-m", "package", "a", "b"],
-        ["application", "raise"],
+        ["application", "exit 7"],
     ],
     ids=" ".join,
 )
