@@ -1,6 +1,7 @@
 """Trident: guarded dispatch of ``torch.compile``d code without Dynamo's host overhead.
 
-``trident.enable()`` around an existing script is all there is to it; see `enable`, `explain`, `stats`.
+``trident.enable()`` around an existing script is all there is to it; see `enable`, `explain` and
+`stats`.
 """
 
 from trident._build_check import check as _check

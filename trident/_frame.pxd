@@ -33,6 +33,7 @@ cdef extern from "runtime/scm.h" namespace "trident":
         cbool alive
         GuardProgram *guards
         PlanFunction plan
+        vector[int] plan_locals
         PyCodeObject *code
         PyObject *backend
         PyObject *handle

@@ -72,9 +72,14 @@ cdef class NativeSpecialization:
             raise ValueError("the guards are set already")
         self.native.guards = program
 
-    def set_plan(self, uintptr_t address, handle) -> None:
+    def set_plan(self, uintptr_t address, handle, tuple plan_locals=()) -> None:
         """The native plan `int32 (*)(PyObject *const *locals, PyObject **result)`, 0 for RUN_CODE;
-        `handle` stays alive as long as the specialization."""
+        `handle` stays alive as long as the specialization. A call in which one of the frame locals
+        numbered by `plan_locals` is unbound is left to stock."""
+        for index in plan_locals:
+            if not 0 <= index < len(self.framelocals):
+                raise ValueError(f"frame local {index} of {len(self.framelocals)}")
+            self.native.plan_locals.push_back(index)
         self.native.plan = <PlanFunction>address
         Py_INCREF(handle)
         self.native.handle = <PyObject *>handle

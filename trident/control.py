@@ -1,7 +1,7 @@
 """Switching Trident on and off, and keeping the SCMs in step with Dynamo's cache.
 
-One :class:`Runtime` per process listens to what Dynamo compiles (from `import trident` on), owns the
-SCMs, and while enabled lets the eval-frame hook and the doors use them.
+One :class:`Runtime` per process listens to what Dynamo compiles (from `import trident` on), owns
+the SCMs, and while enabled lets the eval-frame hook and the doors use them.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ def _may_be_trivial(code: CodeType) -> bool:
 def _door_shape(
     wrapper: Any, target: Any, outer: Any, code: CodeType | None
 ) -> tuple[Any, tuple[Any, ...], bool] | None:
-    """(callable, module checks, is it an OptimizedModule?) of a door that leads to frames of `code`,
-    or None if the way there does more than a door may skip."""
+    """(callable, module checks, is it an OptimizedModule?) of a door that leads to frames of
+    `code`, or None if the way there does more than a door may skip."""
     if isinstance(target, FunctionType):
         return (wrapper, (), False) if target.__code__ is code else None
     if not isinstance(target, MethodType):
@@ -258,9 +258,9 @@ def _door_shape(
     if function is torch.nn.Module._call_impl:  # module.compile()
         return wrapper, ((type(owner), None, True),), False
     optimized = dynamo.optimized_module()
-    if function is torch.nn.Module.__call__ and type(outer) is optimized:
-        if vars(outer).get("forward") is wrapper:
-            return outer, ((optimized, wrapper, False), (type(owner), None, False)), True
+    plain = function is torch.nn.Module.__call__ and type(outer) is optimized
+    if plain and vars(outer).get("forward") is wrapper:
+        return outer, ((optimized, wrapper, False), (type(owner), None, False)), True
     return None
 
 
@@ -280,8 +280,8 @@ def strict_check(module: SpecializationCacheModule, handle: Any, values: tuple[A
     f_locals = {n: v for n, v in zip(names, values, strict=True) if v is not NotImplemented}
     if spec.alive and not dynamo.guard_check(spec, f_locals):
         raise TridentError(
-            f"Trident accepted a call of {module.name} ({module.filename}:{module.firstlineno}) for "
-            f"specialization {spec.compile_id} that Dynamo's own guards reject: "
+            f"Trident accepted a call of {module.name} ({module.filename}:{module.firstlineno}) "
+            f"for specialization {spec.compile_id} that Dynamo's own guards reject: "
             f"{dynamo.guard_check_verbose(spec, f_locals)}. Please report this."
         )
 
@@ -311,12 +311,12 @@ _active_lock = threading.RLock()
 def enable(*, reset: bool = False) -> Enabled:
     """Lets calls of compiled functions enter their Specialization Cache Module, in all threads.
 
-    Use it as a context manager, or as a plain call ended by `disable()`. It nests: Trident is on until
-    every `enable()` has ended. With ``TRIDENT_DISABLE=1`` in the environment it does nothing.
+    Use it as a context manager, or as a plain call ended by `disable()`. It nests: Trident is on
+    until every `enable()` has ended. With ``TRIDENT_DISABLE=1`` in the environment it does nothing.
 
     Args:
-        reset: call ``torch._dynamo.reset()`` first, so that what was compiled before `import trident`
-            is compiled again, recorded, and can become native.
+        reset: call ``torch._dynamo.reset()`` first, so that what was compiled before
+            `import trident` is compiled again, recorded, and can become native.
 
     Raises:
         TridentError: this torch lacks something Trident needs; nothing is changed then.

@@ -20,8 +20,9 @@ _RESUME_PREFIX = "torch_dynamo_resume_in_"
 
 @dataclasses.dataclass(frozen=True)
 class FrameStats:
-    """Calls of one frame that reached Trident. `hits` ran natively, `run_code` had native guards and
-    ran Dynamo's code, `misses` went to stock Dynamo, `raised` ended in an exception of native code."""
+    """Calls of one frame that reached Trident. `hits` ran natively, `run_code` had native guards
+    and ran Dynamo's code, `misses` went to stock Dynamo, `raised` ended in an exception of native
+    code."""
 
     name: str
     filename: str
@@ -36,7 +37,7 @@ class FrameStats:
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Counters since the start or the last `reset_stats()`, in total and per frame; build seconds."""
+    """Counters since the start or the last `reset_stats()`, per frame and in total; build time."""
 
     frames: list[FrameStats]
 
@@ -211,7 +212,7 @@ def explain(f_or_module: Any, ir: bool = False) -> Explanation:
 def _codes_of(f: Any) -> list[CodeType]:
     while True:
         if isinstance(f, dynamo.optimized_module()):
-            f = f._orig_mod
+            f = vars(f)["_modules"]["_orig_mod"]
         elif dynamo.is_compile_wrapper(f):
             f = dynamo.wrapper_target(f)
         else:

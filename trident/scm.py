@@ -72,7 +72,7 @@ class Entry:
             spec.compiled_code, spec.backend, spec.isolate_id, spec.trace_annotation or ""
         )
         # The handle lives as long as the native twin: the plan's code, and the strict check's spec.
-        native.set_plan(built.plan_address, (spec, built.plan))
+        native.set_plan(built.plan_address, (spec, built.plan), built.plan_locals)
         if spec.alive:
             self.native = native
 
@@ -146,7 +146,7 @@ class SpecializationCacheModule:
             return
         if self.skipped.plan_address:
             native = _frame.NativeSpecialization(capture.dynamo.framelocals(code))
-            native.set_plan(self.skipped.plan_address, self.skipped.plan)
+            native.set_plan(self.skipped.plan_address, self.skipped.plan, self.skipped.plan_locals)
             self.native.set_skipped(native)
 
     def _publish(self) -> None:

@@ -182,6 +182,7 @@ PyObject *hook_dispatch(HookCall &c) {
   if (c.scm->stale) failed = !build_stale(c.scm);
   if (c.record.frame == dynamo::Action::skip) {
     s = failed ? nullptr : c.scm->skipped;
+    if (s != nullptr && !plan_can_run(s, locals)) s = nullptr;
     if (s != nullptr) s->references++;
   } else {
     if (!failed) scm_select(c.scm, c.callback, dynamo::isolate_id(), locals, false, &s);
@@ -350,8 +351,8 @@ PyObject *door_dispatch(Door *door, PyFunctionObject *function, const CallArgume
   if (bind_arguments(function, call, locals, &extras)) {
     Specialization *s = nullptr;
     if (skips) {
-      s = scm->skipped;
-      s->references++;
+      s = plan_can_run(scm->skipped, locals) ? scm->skipped : nullptr;
+      if (s != nullptr) s->references++;
     } else {
       PyObject *closure = ((PyFunctionObject *)door->wrapper)->func_closure;
       PyObject *callback = PyCell_GET(PyTuple_GET_ITEM(closure, setup_.callback_cell));

@@ -88,6 +88,7 @@ bool scm_select(Scm *scm, PyObject *callback, int64_t isolate_id, PyObject *cons
     if (!callback_matches(s, callback)) continue;
     if (s->guards == nullptr || !s->guards->run(locals, &s->last_failed)) continue;
     if (!s->alive) continue; /* a guard's Python invalidated it */
+    if (!plan_can_run(s, locals)) continue;
     s->references++;
     *out = s;
     found = true;

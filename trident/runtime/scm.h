@@ -23,6 +23,7 @@ struct Specialization {
   bool alive = true;
   GuardProgram *guards = nullptr; /* null: no guards (a frame that Dynamo skips) */
   PlanFunction plan = nullptr;    /* null: RUN_CODE */
+  std::vector<int> plan_locals;   /* frame locals that the plan reads: all bound, or stock runs */
   PyCodeObject *code = nullptr;   /* Dynamo's code object */
   PyObject *backend = nullptr;
   PyObject *handle = nullptr; /* Python side: keeps the plan's native code, the strict check's data */
@@ -58,6 +59,12 @@ struct Scm {
   PyObject *owner = nullptr; /* borrowed: the Python object that builds and reports */
   int n_locals = 0, n_free = 0, free_offset = 0;
 };
+
+inline bool plan_can_run(const Specialization *s, PyObject *const *locals) {
+  for (int i : s->plan_locals)
+    if (locals[i] == nullptr) return false; /* an empty cell: stock raises the NameError */
+  return true;
+}
 
 Specialization *specialization_new();
 void specialization_unref(Specialization *s);
