@@ -15,6 +15,7 @@ import importlib.util
 import io
 import json
 import os
+import signal
 import sys
 import types
 from collections.abc import Callable
@@ -161,9 +162,25 @@ def execute(program: Program) -> None:
     sys.modules["__main__"] = module
     try:
         exec(program.code, module.__dict__)
-    except BaseException:
+    except BaseException as error:
+        global interrupted
+        interrupted = isinstance(error, KeyboardInterrupt)
         hide_own_frames()
         raise
+
+
+interrupted = False  # the script ended by an uncaught KeyboardInterrupt
+
+
+def die_of_interrupt() -> None:
+    """Ends the process as an uncaught Ctrl-C ends `python script.py`: by the signal itself.
+
+    From 3.12 on the interpreter does so for a script only, and exits with 1 for `python -m`.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def hide_own_frames() -> None:
@@ -203,6 +220,8 @@ def finish(command: Command, process_id: int) -> None:
             print(report.summary(), file=sys.stderr)
     except Exception as error:  # a report must not change how the script ends
         print(f"trident: no report: {type(error).__name__}: {error}", file=sys.stderr)
+    if interrupted and sys.version_info >= (3, 12):
+        die_of_interrupt()
 
 
 def fail(message: str, status: int) -> NoReturn:

@@ -164,7 +164,9 @@ def test_nothing_is_kept_alive_after_reset(events: Events) -> None:
 
 
 def test_the_code_object_is_not_ours(events: Events) -> None:
-    f = make("def f(x): return x + 1")
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
     torch.compile(f, backend="eager")(torch.ones(2))
     (spec,) = events.added
     code = f.__code__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,10 @@ def compiled() -> Iterator[tuple[Model, Specialization]]:
     torch._dynamo.reset()
 
 
+def IN_PLACE(model: Any, values: Any) -> None:
+    model.rest[1].weight.requires_grad_(False)
+
+
 CHANGES: list[Callable[[Model, dict[str, Any]], Any]] = [
     lambda model, values: None,
     lambda model, values: values.update(x=torch.zeros(2, 4)),
@@ -65,7 +70,7 @@ CHANGES: list[Callable[[Model, dict[str, Any]], Any]] = [
     lambda model, values: model.table.update(b=[3, "s"]),
     lambda model, values: setattr(model.first, "forward", None),
     lambda model, values: setattr(model.rest[0], "weight", torch.nn.Parameter(torch.ones(4, 5))),
-    lambda model, values: model.rest[1].weight.requires_grad_(False),
+    IN_PLACE,
     lambda model, values: model.rest.append(torch.nn.Linear(4, 4)),
     lambda model, values: setattr(model.rest[0], "bias", None),
     lambda model, values: model.rest[0].register_parameter("weight", model.rest[1].weight),
@@ -86,7 +91,11 @@ def test_verdicts_agree(
     change(model, values)
     locals_ = tuple(values.get(name, NotImplemented) for name in built.table.framelocals)
     expected = capture.dynamo.guard_check(specialization, values)
-    assert native.check(locals_) == expected
+    verdict = native.check(locals_)
+    # On 3.12 and later, Dynamo skips the tensors of dicts that it watches, also when a tensor's own
+    # metadata changed. We always read it: stricter, which only means that stock decides.
+    stricter = sys.version_info >= (3, 12) and change is IN_PLACE and not verdict
+    assert verdict == expected or stricter
     # Grad mode is part of the global state.
     with torch.set_grad_enabled(not torch.is_grad_enabled()):
         assert not native.check(locals_)

@@ -195,6 +195,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, int, int, Any]]] = [
     ("LAMBDA_GUARD", {"fn": len}, ("check_lambda", 0, 0, len)),
     ("LAMBDA_GUARD_NO_FRAMELOCALS", {"fn": len}, ("check_lambda", 0, 0, len)),
     ("FAKE_SCRIPT_TYPE_MATCH", {"leaf": len}, ("check_leaf", 0, 0, len)),
+    ("DYNAMIC_INDICES", {"dimensions": {0}, "leaf": len}, ("check_leaf", 0, 0, len)),
     (
         "DIMENSION_DYNAMIC_MARKING_GUARD",
         {"expected": {"a": {0}}, "absent": ["b"], "dependent": {}, "leaf": len},

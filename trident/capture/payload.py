@@ -147,6 +147,12 @@ def _dimension_marking(args: Args) -> dict[str, Any]:
     }
 
 
+# Of torch 2.11 and 2.12; later releases have DIMENSION_DYNAMIC_MARKING_GUARD.
+@_rule(1, "DYNAMIC_INDICES")
+def _dynamic_indices(args: Args) -> dict[str, Any]:
+    return {"dimensions": set(_typed(set, args[0], "dimensions"))}
+
+
 @_rule(2, "FAKE_SCRIPT_TYPE_MATCH")
 def _fake_script_type_match(args: Args) -> dict[str, Any]:
     return {}
@@ -211,7 +217,9 @@ def _lambda_guard(args: Args) -> dict[str, Any]:
 
 
 # Kinds whose leaf may be called alone, outside its tree: they look at nothing but the value.
-CALLABLE_ALONE = frozenset({"DIMENSION_DYNAMIC_MARKING_GUARD", "FAKE_SCRIPT_TYPE_MATCH"})
+CALLABLE_ALONE = frozenset(
+    {"DIMENSION_DYNAMIC_MARKING_GUARD", "DYNAMIC_INDICES", "FAKE_SCRIPT_TYPE_MATCH"}
+)
 
 
 def callable_leaf(leaf: Any, owner: Any) -> Any:

@@ -39,6 +39,7 @@ SYMBOLIC_SHAPE_GUARD                  relation, position, n_int, n_float
 NONE_MATCH, NOT_NONE, TRUE_MATCH, FALSE_MATCH, FLOAT_IS_NAN, COMPLEX_IS_NAN    (empty)
 DIMENSION_DYNAMIC_MARKING_GUARD       expected (attribute -> set of dimensions), absent (list of
                                       attributes), dependent, leaf
+DYNAMIC_INDICES                       dimensions (set), leaf
 FAKE_SCRIPT_TYPE_MATCH                leaf
 ====================================  =============================================================
 

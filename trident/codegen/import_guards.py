@@ -509,6 +509,12 @@ def guard_dimension_marks(context: Context, value: Value, payload: dict[str, Any
         context.check("check_no_attr", value, object=context.object(name))
 
 
+@leaf_rule("DYNAMIC_INDICES")
+def guard_dynamic_indices(context: Context, value: Value, payload: dict[str, Any]) -> None:
+    leaf = context.object(payload["leaf"], "Dynamo's DYNAMIC_INDICES")
+    context.check("check_leaf", value, object=leaf)
+
+
 @leaf_rule("LAMBDA_GUARD_NO_ARGS")
 def guard_lambda_no_args(context: Context, value: Value, payload: dict[str, Any]) -> None:
     context.check_all("check_lambda_no_args", [], object=context.object(payload["fn"]))
