@@ -24,8 +24,11 @@ def fresh() -> Iterator[None]:
     trident.reset_stats()
     failures = capture.failures()
     yield
-    assert not trident.is_enabled(), "a test left Trident enabled"
+    left_enabled = trident.is_enabled()
+    while trident.is_enabled():
+        trident.disable()
     torch._dynamo.reset()
+    assert not left_enabled, "a test left Trident enabled"
     assert capture.failures() == failures
 
 

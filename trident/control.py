@@ -255,10 +255,13 @@ def _door_shape(
         return wrapper, (), False
     if not isinstance(owner, torch.nn.Module) or not _calls_forward_plainly(owner, code):
         return None
+    if not _is_skipped(torch.nn.Module._call_impl.__code__):
+        return None
     if function is torch.nn.Module._call_impl:  # module.compile()
         return wrapper, ((type(owner), None, True),), False
     optimized = dynamo.optimized_module()
     plain = function is torch.nn.Module.__call__ and type(outer) is optimized
+    plain = plain and _is_skipped(torch.nn.Module.__call__.__code__)
     if plain and vars(outer).get("forward") is wrapper:
         return outer, ((optimized, wrapper, False), (type(owner), None, False)), True
     return None
@@ -267,10 +270,12 @@ def _door_shape(
 def _calls_forward_plainly(module: torch.nn.Module, code: CodeType | None) -> bool:
     kind, base = type(module), torch.nn.Module
     plain = kind.__call__ is base.__call__ and kind._call_impl is base._call_impl
-    if not plain or getattr(kind.forward, "__code__", None) is not code:
-        return False
-    skipped = (base.__call__.__code__, base._call_impl.__code__)
-    return all((_frame.dynamo_record(c) or ("default",))[0] == "skip" for c in skipped)
+    return plain and getattr(kind.forward, "__code__", None) is code
+
+
+def _is_skipped(code: CodeType) -> bool:
+    """Does Dynamo run these frames, which lie on the way, as they are?"""
+    return (_frame.dynamo_record(code) or ("default",))[0] == "skip"
 
 
 def strict_check(module: SpecializationCacheModule, handle: Any, values: tuple[Any, ...]) -> None:

@@ -454,7 +454,11 @@ bool make_function_type() {
   t.tp_dictoffset = PyFunction_Type.tp_dictoffset;
   t.tp_free = PyFunction_Type.tp_free;
   t.tp_methods = function_methods_;
-  return PyType_Ready(&t) == 0;
+  if (PyType_Ready(&t) < 0) return false;
+  /* A static type gets a __doc__ of its own, which would hide the functions' docstrings. */
+  if (PyDict_DelItemString(t.tp_dict, "__doc__") < 0) PyErr_Clear();
+  PyType_Modified(&t);
+  return true;
 }
 
 int suspended_ = 0;
