@@ -42,7 +42,15 @@ class Tuple:
     items: tuple[Expression, ...]
 
 
-Expression = Argument | Constant | Tuple
+@dataclasses.dataclass(slots=True, eq=False)
+class Scratch:
+    """A new list of the evaluation's own. Dynamo's code for a frame without a graph makes some and
+    drops them; a result must not contain one."""
+
+    items: list[Expression]
+
+
+Expression = Argument | Constant | Tuple | Scratch
 
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
@@ -78,8 +86,16 @@ def analyze(code: CodeType, framelocals: tuple[str, ...]) -> Plan:
             raise frame.unsupported(instruction)
         result = rule(frame, instruction)
         if result is not None:
+            if _has_scratch(result):
+                raise frame.unsupported(instruction, "the result contains a list")
             return Plan(result, tuple(frame.arguments.values()), code.co_name)
     raise UnsupportedPlan(f"{_place(code)}: it does not return")
+
+
+def _has_scratch(value: Expression) -> bool:
+    if isinstance(value, Tuple):
+        return any(map(_has_scratch, value.items))
+    return isinstance(value, Scratch)
 
 
 class _Frame:
@@ -211,6 +227,29 @@ def _make_cell(frame: _Frame, instruction: dis.Instruction) -> None:
 def _build_tuple(frame: _Frame, instruction: dis.Instruction) -> None:
     items = [frame.pop(instruction) for _ in range(_argument(instruction))]
     frame.stack.append(Tuple(tuple(reversed(items))))
+
+
+@_rule("BUILD_LIST")
+def _build_list(frame: _Frame, instruction: dis.Instruction) -> None:
+    items = [frame.pop(instruction) for _ in range(_argument(instruction))]
+    frame.stack.append(Scratch(items[::-1]))
+
+
+@_rule("LIST_EXTEND")
+def _list_extend(frame: _Frame, instruction: dis.Instruction) -> None:
+    added, depth = frame.pop(instruction), _argument(instruction)
+    target = frame.stack[-depth] if 0 < depth <= len(frame.stack) else None
+    if not isinstance(target, Scratch) or not isinstance(added, (Tuple, Scratch)):
+        raise frame.unsupported(instruction)
+    target.items.extend(added.items)
+
+
+@_rule("SWAP")
+def _swap(frame: _Frame, instruction: dis.Instruction) -> None:
+    stack, depth = frame.stack, _argument(instruction)
+    if not 2 <= depth <= len(stack):
+        raise frame.unsupported(instruction, "the value stack is too short")
+    stack[-1], stack[-depth] = stack[-depth], stack[-1]
 
 
 @_rule("POP_TOP")
