@@ -50,9 +50,12 @@ inline PyFunctionObject *frame_function(Frame *f) { return f->f_func; }
 inline bool frame_is_fresh(Frame *f, PyCodeObject *co) { return f->prev_instr == _PyCode_CODE(co) - 1; }
 #endif
 
-/* The hook may replace a frame's evaluation only if nobody could have seen the frame. */
+/* The hook may replace a frame's evaluation only if nobody could have seen the frame, and if that
+ * evaluation gives the call's value: the first frame of a generator gives the generator. */
 inline bool frame_is_replaceable(Frame *f, PyCodeObject *co) {
-  return f->owner == FRAME_OWNED_BY_THREAD && f->frame_obj == nullptr && frame_is_fresh(f, co);
+  constexpr int makes_generator =
+      CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR | CO_ITERABLE_COROUTINE;
+  return !(co->co_flags & makes_generator) && f->owner == FRAME_OWNED_BY_THREAD && f->frame_obj == nullptr && frame_is_fresh(f, co);
 }
 
 /* True while the thread is traced or profiled, or any sys.monitoring tool listens. */
@@ -60,7 +63,7 @@ inline bool thread_is_observed(PyThreadState *ts) {
 #if PY_VERSION_HEX >= 0x030C0000
   if (ts->c_tracefunc != nullptr || ts->c_profilefunc != nullptr || ts->tracing > 0) return true;
   uint8_t any = 0;
-  for (int i = 0; i < _PY_MONITORING_UNGROUPED_EVENTS; i++) any |= ts->interp->monitors.tools[i];
+  for (uint8_t tools : ts->interp->monitors.tools) any |= tools;
   return any != 0;
 #else
   return ts->cframe->use_tracing != 0;
@@ -71,9 +74,8 @@ inline bool thread_is_observed(PyThreadState *ts) {
 inline bool code_is_observed(PyCodeObject *co) {
 #if PY_VERSION_HEX >= 0x030C0000
   if (co->_co_monitoring == nullptr) return false;
-  uint8_t any = 0;
-  for (int i = 0; i < _PY_MONITORING_UNGROUPED_EVENTS; i++)
-    any |= co->_co_monitoring->local_monitors.tools[i];
+  uint8_t any = 0; /* the array is shorter on 3.13: local events only */
+  for (uint8_t tools : co->_co_monitoring->local_monitors.tools) any |= tools;
   return any != 0;
 #else
   (void)co;
