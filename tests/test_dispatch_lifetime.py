@@ -216,7 +216,7 @@ def test_code_objects_live_no_longer_than_stock_lets_them(fresh: None) -> None:
 
     expected = survivors()
     with trident.enable():
-        assert survivors() == expected
+        assert survivors() <= expected
 
 
 def test_reset_in_the_middle_of_a_call(enabled: None) -> None:
@@ -342,8 +342,9 @@ def test_fork(enabled: None) -> None:
         status = 1
         try:
             ok = torch.equal(compiled(X), X * 2) and fast(X) is X
-            fresh_function = torch.compile(lambda x: x - 2, backend="eager")
-            ok = ok and all(torch.equal(fresh_function(X), X - 2) for _ in range(3))
+            if not torch.cuda.is_available():  # Dynamo's compiler asks CUDA, which cannot fork
+                fresh_function = torch.compile(lambda x: x - 2, backend="eager")
+                ok = ok and all(torch.equal(fresh_function(X), X - 2) for _ in range(3))
             status = 0 if ok else 2
         finally:
             os._exit(status)
