@@ -248,6 +248,19 @@ def test_forward_replaced(enabled: None) -> None:
     assert compiled(X) == (X, "class")
 
 
+def test_wrapper_of_a_module_dies(enabled: None) -> None:
+    """Only the OptimizedModule keeps its wrapper alive."""
+    compiled = opened_module(Identity())
+    gone = weakref.ref(compiled.forward)
+    compiled.forward = lambda x: (x, "replaced")
+    gc.collect()
+    assert gone() is None
+    assert compiled(X) == (X, "replaced")
+    del compiled.forward
+    gc.collect()
+    assert outcome(compiled, X)[0] is NotImplementedError
+
+
 def test_class_and_dict_replaced(enabled: None) -> None:
     class Other(Identity):
         def forward(self, x: Any) -> Any:

@@ -50,7 +50,7 @@ bool bind_keywords(PyCodeObject *co, const CallArguments &call, PyObject **local
   return true;
 }
 
-bool bind_defaults(PyFunctionObject *f, PyCodeObject *co, PyObject **locals) {
+bool bind_defaults(PyFunctionObject *f, PyCodeObject *co, PyObject **locals, BoundExtras *extras) {
   const Py_ssize_t n = co->co_argcount;
   PyObject *defaults = f->func_defaults;
   const Py_ssize_t n_defaults = defaults == nullptr ? 0 : PyTuple_GET_SIZE(defaults);
@@ -58,7 +58,8 @@ bool bind_defaults(PyFunctionObject *f, PyCodeObject *co, PyObject **locals) {
     if (locals[i] != nullptr) continue;
     Py_ssize_t d = i - (n - n_defaults);
     if (d < 0) return false;
-    locals[i] = PyTuple_GET_ITEM(defaults, d);
+    locals[i] = Py_NewRef(PyTuple_GET_ITEM(defaults, d));
+    extras->defaults.push_back(locals[i]);
   }
   for (Py_ssize_t i = n; i < n + co->co_kwonlyargcount; i++) {
     if (locals[i] != nullptr) continue;
@@ -68,6 +69,8 @@ bool bind_defaults(PyFunctionObject *f, PyCodeObject *co, PyObject **locals) {
       PyErr_Clear();
       return false;
     }
+    Py_INCREF(locals[i]);
+    extras->defaults.push_back(locals[i]);
   }
   return true;
 }
@@ -110,7 +113,7 @@ bool bind_arguments(PyFunctionObject *f, const CallArguments &call, PyObject **l
         extras->varkeywords;
   }
   if (!bind_keywords(co, call, locals, extras->varkeywords)) return false;
-  if (!bind_defaults(f, co, locals)) return false;
+  if (!bind_defaults(f, co, locals, extras)) return false;
   bind_free_variables(f, co, locals, extras);
   return true;
 }

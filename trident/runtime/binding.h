@@ -4,6 +4,8 @@
 
 #include "cpython_frame.h"
 
+#include <vector>
+
 namespace trident {
 
 /* A call's arguments. Keywords either as in vectorcall (names tuple, values after the positional
@@ -21,11 +23,14 @@ struct BoundExtras {
   PyObject *varargs = nullptr, *varkeywords = nullptr;
   PyObject **free_variables = nullptr; /* held: Python that a guard calls may rebind a cell */
   int n_free_variables = 0;
+  std::vector<PyObject *> defaults; /* held too: the function's defaults may be replaced */
   void release() {
     Py_CLEAR(varargs);
     Py_CLEAR(varkeywords);
     for (int i = 0; i < n_free_variables; i++) Py_XDECREF(free_variables[i]);
     n_free_variables = 0;
+    for (PyObject *value : defaults) Py_DECREF(value);
+    defaults.clear();
   }
 };
 

@@ -319,6 +319,8 @@ bool module_check(ModuleCheck *check, PyObject *module) {
 
 /* The function whose frame Dynamo would evaluate for this call, with the self to prepend; null: MISS. */
 PyFunctionObject *door_function(Door *door, PyObject **self) {
+  /* First: only if the OptimizedModule still has this wrapper as its forward is the wrapper alive. */
+  if (door->is_module && !module_check(&door->checks[0], door->callable)) return nullptr;
   PyObject *closure = ((PyFunctionObject *)door->wrapper)->func_closure;
   PyObject *target = PyCell_GET(PyTuple_GET_ITEM(closure, setup_.target_cell));
   if (target != door->target) return nullptr;
@@ -332,11 +334,10 @@ PyFunctionObject *door_function(Door *door, PyObject **self) {
   }
   if (!PyMethod_Check(target) || !global_hooks_empty()) return nullptr;
   PyObject *module = PyMethod_GET_SELF(target);
-  size_t i = 0;
-  if (door->is_module && !module_check(&door->checks[i++], door->callable)) return nullptr;
-  if (!module_check(&door->checks[i], module)) return nullptr;
+  ModuleCheck *check = &door->checks[door->is_module ? 1 : 0];
+  if (!module_check(check, module)) return nullptr;
   *self = module;
-  return door->checks[i].function;
+  return check->function;
 }
 
 PyObject *door_dispatch(Door *door, PyFunctionObject *function, const CallArguments &call) {
@@ -390,9 +391,11 @@ PyObject *door_call(Door *door, PyObject *const *args, Py_ssize_t n, PyObject *k
   PyFunctionObject *function = door_function(door, &self);
   if (function == nullptr || (PyCodeObject *)function->func_code != door->scm->code) return kMiss;
   door->references++;
+  PyObject *wrapper = Py_NewRef(door->wrapper); /* its closure is read again after guards ran Python */
   Py_INCREF(function);
   PyObject *result = door_dispatch(door, function, {self, args, n, keyword_names, keyword_dict});
   Py_DECREF(function);
+  Py_DECREF(wrapper);
   if (result != kMiss) door->misses_in_a_row = 0;
   else if (++door->misses_in_a_row >= kBackOffMisses) door_back_off(door);
   door_unref(door);
