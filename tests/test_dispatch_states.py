@@ -7,7 +7,9 @@ equal.
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -477,6 +479,42 @@ def test_same_as_stock(fresh: None, monkeypatch: Any, name: str) -> None:
     assert trident_compilations == stock_compilations
     served = stats.hits + stats.run_code > 0
     assert served or name == "generators_and_coroutines", "the scenario never reached Trident"
+
+
+def test_default_stance_set_anew(fresh: None) -> None:
+    with trident.enable():
+        functions = callables()
+        torch.compiler.set_stance("force_eager")
+        try:
+            call_all(functions, X)
+        finally:
+            torch.compiler.set_stance("default")  # another object than the first
+        before = trident.stats().hits + trident.stats().run_code
+        call_all(functions, X)
+        assert trident.stats().hits + trident.stats().run_code == before + len(functions)
+
+
+def test_first_enabled_in_another_stance() -> None:
+    code = """
+        import torch, trident
+        x = torch.ones(2)
+        f = torch.compile(lambda x: x + 1, backend="eager")
+        f(x)
+        log = []
+        with torch.compiler.set_stance("force_eager"), trident.enable():
+            f(x), f(x)
+            assert trident.stats().run_code == 0
+        with trident.enable():
+            f(x), f(x)
+            assert trident.stats().run_code == 2, trident.stats()
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring came with 3.12")

@@ -107,7 +107,7 @@ cdef extern from "runtime/frame.h" namespace "trident":
         PyObject *global_hooks
         PyObject *global_hook_names
     void set_up(const Setup &setup)
-    void add_flag(PyObject *dict, PyObject *name, PyObject *expected)
+    void add_flag(PyObject *dict, PyObject *name, PyObject *expected, PyObject *accepts)
     void set_strict(cbool strict)
     cbool thread_allows_now()
 

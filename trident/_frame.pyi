@@ -55,7 +55,7 @@ def initialize(
     hook_names: tuple[str, ...],
     global_hooks: dict[str, Any],
     global_hook_names: tuple[str, ...],
-    flags: list[tuple[dict[str, Any], str, object]],
+    flags: list[tuple[dict[str, Any], str, object, object]],
     backend_matcher: object,
     device_dict: dict[str, Any],
     forward_ad: object,

@@ -241,6 +241,7 @@ def initialize(*, wrapper_code, int target_cell, int callback_cell, find_door, s
                dict device_dict, forward_ad) -> None:
     """Hands the runtime the Python objects that it reads or calls; once per process."""
     cdef Setup setup
+    cdef PyObject *accepts_or_null
     setup.wrapper_code = <PyCodeObject *><PyObject *>wrapper_code
     setup.target_cell = target_cell
     setup.callback_cell = callback_cell
@@ -252,8 +253,11 @@ def initialize(*, wrapper_code, int target_cell, int callback_cell, find_door, s
     for name in global_hook_names:
         hash(name)  # the runtime reads the cached hash
     set_up(setup)
-    for flag_dict, name, expected in flags:
-        add_flag(<PyObject *>flag_dict, <PyObject *>name, <PyObject *>expected)
+    for flag_dict, name, expected, accepts in flags:
+        accepts_or_null = NULL
+        if accepts is not None:
+            accepts_or_null = <PyObject *>accepts
+        add_flag(<PyObject *>flag_dict, <PyObject *>name, <PyObject *>expected, accepts_or_null)
     set_backend_matcher(<PyObject *>backend_matcher)
     set_guard_modules(<PyObject *>device_dict, <PyObject *>forward_ad)
 

@@ -163,8 +163,10 @@ class Runtime:
         wrapper = dynamo.wrapper_code()
         module_py = torch.nn.modules.module
         stance_dict, stance_name = dynamo.stance_slot()
-        flags = [(stance_dict, stance_name, stance_dict[stance_name])]
-        flags += [(d, n, False) for d, n in (dynamo.fx_tracing_slot(), dynamo.exporting_slot())]
+        stance = dynamo.default_stance() or object()  # the one in force may be another
+        flags: list[Any] = [(stance_dict, stance_name, stance, dynamo.is_default_stance)]
+        for slot in (dynamo.fx_tracing_slot(), dynamo.exporting_slot()):
+            flags.append((*slot, False, None))
         _frame.initialize(
             wrapper_code=wrapper,
             target_cell=wrapper.co_freevars.index("fn"),
@@ -180,7 +182,7 @@ class Runtime:
             forward_ad=torch.autograd.forward_ad,
         )
         # What the garbage collector may call in a compiled region must not be compiled itself.
-        for function in (Runtime._code_died, Runtime._callback_died):
+        for function in (Runtime._code_died, Runtime._callback_died, dynamo.is_default_stance):
             dynamo.skip_frames_of(function.__code__)
         atexit.register(self._at_exit)
         self._ready = True

@@ -256,12 +256,15 @@ def stance_slot() -> tuple[dict[str, Any], str]:
 
 
 def default_stance() -> Any:
-    """The stance object in force if it is the default one, else None (2.11 to 2.15).
-
-    ``set_stance`` puts the former object back, so its identity tells the default state.
-    """
+    """The stance object in force if it is a default one, else None (2.11 to 2.15)."""
     stance = torch._dynamo.eval_frame._stance
-    return stance if stance == torch._dynamo.eval_frame.DynamoStance() else None
+    return stance if is_default_stance(stance) else None
+
+
+def is_default_stance(stance: Any) -> bool:
+    """Whether a stance object asks for nothing special. ``set_stance("default")`` makes new ones
+    (2.11 to 2.15)."""
+    return stance == torch._dynamo.eval_frame.DynamoStance()
 
 
 def fx_tracing_slot() -> tuple[dict[str, Any], str]:

@@ -17,7 +17,8 @@ struct Flag {
   PyObject *dict, *name;
   Py_hash_t hash;
   PyObject *expected;
-  uint64_t version; /* of the dict when the flag was last seen as expected */
+  PyObject *accepts; /* accepts(object) -> bool: does another object mean the same? Or null */
+  uint64_t version;  /* of the dict when the flag was last seen as expected */
 };
 
 Setup setup_{};
@@ -53,10 +54,24 @@ const c10::DispatchKeySet &blocking_keys() {
   return keys;
 }
 
+/* Remembers an object that means the default too: a stance set to "default" anew. */
+bool flag_accepts(Flag *flag, PyObject *value) {
+  if (flag->accepts == nullptr || value == nullptr) return false;
+  Py_INCREF(value);
+  PyObject *result = PyObject_CallOneArg(flag->accepts, value);
+  bool accepted = result == Py_True;
+  if (result == nullptr) PyErr_Clear();
+  Py_XDECREF(result);
+  if (accepted) Py_XSETREF(flag->expected, Py_NewRef(value));
+  Py_DECREF(value);
+  return accepted;
+}
+
 bool flags_are_default() {
   for (Flag &flag : flags_) {
     if (dict_versions_reliable && dict_version(flag.dict) == flag.version) continue;
-    if (_PyDict_GetItem_KnownHash(flag.dict, flag.name, flag.hash) != flag.expected) return false;
+    PyObject *value = _PyDict_GetItem_KnownHash(flag.dict, flag.name, flag.hash);
+    if (value != flag.expected && !flag_accepts(&flag, value)) return false;
     flag.version = dict_version(flag.dict);
   }
   return true;
@@ -482,8 +497,9 @@ void set_up(const Setup &setup) {
     Py_INCREF(o);
 }
 
-void add_flag(PyObject *dict, PyObject *name, PyObject *expected) {
-  flags_.push_back({Py_NewRef(dict), Py_NewRef(name), PyObject_Hash(name), Py_NewRef(expected), 0});
+void add_flag(PyObject *dict, PyObject *name, PyObject *expected, PyObject *accepts) {
+  flags_.push_back({Py_NewRef(dict), Py_NewRef(name), PyObject_Hash(name), Py_NewRef(expected),
+                    Py_XNewRef(accepts), 0});
 }
 
 void set_strict(bool strict) { strict_ = strict; }

@@ -77,8 +77,9 @@ struct Setup {
   PyObject *global_hook_names;   /* tuple of names in it that must be empty */
 };
 void set_up(const Setup &setup);
-/* Any other object than `expected` under `name` in `dict` means MISS. */
-void add_flag(PyObject *dict, PyObject *name, PyObject *expected);
+/* Any other object than `expected` under `name` in `dict` means MISS, unless accepts(object) (if not
+ * null) is True. */
+void add_flag(PyObject *dict, PyObject *name, PyObject *expected, PyObject *accepts);
 void set_strict(bool strict);
 bool thread_allows(PyThreadState *ts);
 inline bool thread_allows_now() { return thread_allows(PyThreadState_GET()); }
