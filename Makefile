@@ -34,16 +34,17 @@ endef
 
 build: $(BUILT)
 
-# Debian splits venv and headers from python3; without them the message says what to install.
+# Debian splits venv and headers from python3: root gets them installed, others are told the command.
 $(RUN):
 	$(call say,"creating $(VENV) with $$($(PYTHON) --version)")
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 	    { echo "Trident needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
-	    { echo "$(PYTHON) has no venv module; on Debian: apt-get install python3-venv"; exit 1; }
-	@$(PYTHON) -c 'import os, sysconfig as s; \
-	    raise SystemExit(not os.path.exists(s.get_paths()["include"] + "/Python.h"))' || \
-	    { echo "$(PYTHON) has no Python.h; on Debian: apt-get install python3-dev"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv, os, sysconfig as s; \
+	    raise SystemExit(not os.path.exists(s.get_paths()["include"] + "/Python.h"))' 2>/dev/null || \
+	    { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+	      apt-get install -y --no-install-recommends python3-venv python3-dev; } || \
+	    { echo "$(PYTHON) has no venv module or no Python.h; on Debian:" \
+	           "apt-get install python3-venv python3-dev"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(DEPS): requirements.txt | $(RUN)
