@@ -113,37 +113,8 @@ def test_run_code_hits_are_flat(enabled: None) -> None:
     for _ in range(5):
         compiled(X)
     code = Scale.forward.__code__
-    assert_flat(lambda: compiled(X), CALLS // 4, X, model, model.weight, code)
-    assert frame_stats("forward").run_code >= CALLS // 4
-
-
-def test_misses_are_flat(enabled: None) -> None:
-    def f(x: torch.Tensor, n: Any) -> torch.Tensor:
-        return x + n
-
-    compiled = torch.compile(f, backend="eager", dynamic=False)
-    with torch._dynamo.config.patch(recompile_limit=1):
-        compiled(X, True)
-        compiled(X, True)
-        assert_flat(lambda: compiled(X, False), 5000, X, f)
-
-
-def test_exceptions_are_flat(enabled: None) -> None:
-    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x.relu() @ y
-
-    compiled = torch.compile(f, backend="eager", dynamic=True)
-    a, bad = torch.ones(4, 4), torch.ones(5, 3)
-    compiled(a, torch.ones(4, 3))
-    compiled(a, torch.ones(4, 3))
-
-    def call() -> None:
-        with pytest.raises(RuntimeError):
-            compiled(a, bad)
-
-    for _ in range(3):
-        call()
-    assert_flat(call, 1000, a, bad, f)
+    assert_flat(lambda: compiled(X), CALLS, X, model, model.weight, code)
+    assert frame_stats("forward").run_code >= CALLS
 
 
 def test_models_are_freed(fresh: None) -> None:
@@ -235,28 +206,6 @@ def test_reset_in_the_middle_of_a_call(enabled: None) -> None:
             resets.append(1)
         assert torch.equal(compiled(X), (X + 1) * 2)
         resets.clear()
-
-
-def test_reset_from_a_guard(enabled: None) -> None:
-    class Options:
-        armed = False
-
-        @property
-        def scale(self) -> float:
-            if self.armed:
-                type(self).armed = False
-                torch._dynamo.reset()
-            return 3.0
-
-    options = Options()
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return x * options.scale
-
-    compiled = torch.compile(f, backend="eager")
-    for i in range(8):
-        Options.armed = i == 4
-        assert torch.equal(compiled(X), X * 3)
 
 
 def test_many_specializations(enabled: None) -> None:

@@ -14,6 +14,8 @@ cdef extern from "runtime/cpython_frame.h":
         unsigned int tp_version_tag
     PyObject *_PyType_Lookup(PyTypeObject *type, PyObject *name)
     int PyFunction_Check(PyObject *o)
+    int PyMethod_Check(PyObject *o)
+    PyObject *PyMethod_GET_FUNCTION(PyObject *o)
 
 cdef extern from "runtime/guards.h" namespace "trident":
     cdef cppclass GuardProgram:
@@ -49,6 +51,7 @@ cdef extern from "runtime/scm.h" namespace "trident":
         PyObject *owner
         Specialization *skipped
         cbool stale
+        cbool sees_functions
         Counters counters
         uint64_t misses_in_a_row
         int n_locals
@@ -74,6 +77,7 @@ cdef extern from "runtime/frame.h" namespace "trident":
         PyObject *callable
         PyObject *wrapper
         PyObject *target
+        PyObject *method
         Scm *scm
         int64_t isolate_id
         cbool fullgraph
@@ -95,6 +99,7 @@ cdef extern from "runtime/frame.h" namespace "trident":
     void doors_close_all()
     void doors_suspend()
     void doors_resume()
+    void doors_after_fork_in_child()
     cbool module_doors_patch(PyTypeObject *type)
     void module_doors_unpatch()
     size_t doors_count()

@@ -175,6 +175,10 @@ cdef class NativeScm:
             s.native.references += 1
             self.native.skipped = s.native
 
+    def set_sees_functions(self) -> None:
+        """Dynamo's own lookup for this frame must see every doored function as a plain one."""
+        self.native.sees_functions = True
+
     def set_stale(self, cbool stale) -> None:
         """True: call `owner.build()` at the next call that the hook sees."""
         self.native.stale = stale
@@ -307,6 +311,7 @@ def open_door(callable_, wrapper, target, NativeScm scm not None, *, int64_t iso
     door.callable = <PyObject *>callable_
     door.wrapper = <PyObject *>wrapper
     door.target = <PyObject *>target
+    door.method = PyMethod_GET_FUNCTION(<PyObject *>target) if PyMethod_Check(<PyObject *>target) else NULL
     door.isolate_id = isolate_id
     door.fullgraph = fullgraph
     door.is_module = is_module
@@ -374,6 +379,11 @@ def suspend_doors() -> None:
 
 def resume_doors() -> None:
     doors_resume()
+
+
+def after_fork_in_child() -> None:
+    """Ends what other threads of the parent had suspended."""
+    doors_after_fork_in_child()
 
 
 def n_doors() -> int:

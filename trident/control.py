@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
+import sys
 import threading
 import weakref
 from types import CodeType, FunctionType, MethodType, TracebackType
@@ -63,6 +65,11 @@ class Runtime:
     def compile_finished(self, code: CodeType | None) -> None:
         _frame.resume_doors()
 
+    def after_fork_in_child(self) -> None:
+        """The forking thread is alone here: what others held, or had begun, they never end."""
+        self._lock = threading.RLock()
+        _frame.after_fork_in_child()
+
     def _keep_undoored(self, spec: Specialization) -> None:
         """A guard looks at these functions; on 3.11 a door changes their type."""
         for function in capture.guarded_functions(spec):
@@ -98,9 +105,13 @@ class Runtime:
         for spec in reversed(capture.specializations_of(code)):
             if id(spec) not in known:
                 module.add(spec)
-        if capture.is_skipped(code) and not module.entries and _may_be_trivial(code):
+        if self.is_skipped(code) and not module.entries and _may_be_trivial(code):
             module.skips = True
         return module
+
+    def is_skipped(self, code: CodeType) -> bool:
+        """Does Dynamo run these frames as they are? Its reset, which capture does not see, ends that."""
+        return capture.is_skipped(code) and (not self._ready or _is_skipped(code))
 
     # ---- the switch ----
 
@@ -120,8 +131,18 @@ class Runtime:
                 if _may_be_trivial(code):
                     self._module_for(code).skip()
                     self._hook(code)
+            if sys.version_info < (3, 12):
+                self._hook_not_recorded()
             _frame.patch_modules(dynamo.optimized_module())
             _frame.install()
+
+    def _hook_not_recorded(self) -> None:
+        """Guards from before our import may look at functions, whose type a door changes on 3.11:
+        Dynamo's own lookup for these frames is to see the former type."""
+        for code in dynamo.compiled_codes():
+            if capture.entries_of(code):
+                self._module_for(code).native.set_sees_functions()
+                self._hook(code)
 
     def _hook_recorded(self, code: CodeType) -> None:
         module = self.module_of(code)
@@ -272,6 +293,7 @@ def _door_shape(
 def _calls_forward_plainly(module: torch.nn.Module, code: CodeType | None) -> bool:
     kind, base = type(module), torch.nn.Module
     plain = kind.__call__ is base.__call__ and kind._call_impl is base._call_impl
+    plain = plain and kind.__getattribute__ is object.__getattribute__
     return plain and getattr(kind.forward, "__code__", None) is code
 
 
@@ -297,9 +319,17 @@ runtime = Runtime()
 
 
 class Enabled:
-    """What `enable()` returns: leave it as a context, or call `trident.disable()`."""
+    """What `enable()` returns: leave it as a context, or call `trident.disable()`.
+
+    Entering it once more enables once more."""
+
+    def __init__(self) -> None:
+        self._entered = False
 
     def __enter__(self) -> Enabled:
+        if self._entered:
+            _begin(self)
+        self._entered = True
         return self
 
     def __exit__(
@@ -313,6 +343,15 @@ class Enabled:
 
 _active: list[Enabled] = []
 _active_lock = threading.RLock()
+
+
+def _after_fork_in_child() -> None:
+    global _active_lock
+    _active_lock = threading.RLock()
+    runtime.after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def enable(*, reset: bool = False) -> Enabled:
@@ -329,8 +368,13 @@ def enable(*, reset: bool = False) -> Enabled:
         TridentError: this torch lacks something Trident needs; nothing is changed then.
     """
     token = Enabled()
+    _begin(token, reset)
+    return token
+
+
+def _begin(token: Enabled, reset: bool = False) -> None:
     if settings.disabled():
-        return token
+        return
     if not capture.is_installed():
         capture.install()
         capture.set_listener(runtime)
@@ -339,7 +383,6 @@ def enable(*, reset: bool = False) -> Enabled:
     with _active_lock:
         runtime.start()
         _active.append(token)
-    return token
 
 
 def disable() -> None:

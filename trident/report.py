@@ -215,25 +215,37 @@ def _codes_of(f: Any) -> list[CodeType]:
             f = vars(f)["_modules"]["_orig_mod"]
         elif dynamo.is_compile_wrapper(f):
             f = dynamo.wrapper_target(f)
+        elif isinstance(f, MethodType) and not _calls_module(f):
+            f = f.__func__
         else:
             break
-    if isinstance(f, torch.nn.Module):
-        forwards = (type(module).forward for module in f.modules())
-        return [fw.__code__ for fw in forwards if isinstance(fw, FunctionType)]
     if isinstance(f, MethodType):
-        owner = f.__self__
-        if isinstance(owner, torch.nn.Module) and f.__func__ in (
-            torch.nn.Module.__call__,
-            torch.nn.Module._call_impl,
-        ):
-            return _codes_of(owner)
-        f = f.__func__
-    code = getattr(f, "__code__", None)
-    if isinstance(code, CodeType):
-        return [code]
+        f = f.__self__
+    if isinstance(f, torch.nn.Module):
+        return [code for module in f.modules() for code in _forward_codes(module)]
+    if isinstance(f, FunctionType):
+        return [f.__code__]
     raise TridentError(
         f"explain() takes a function, a method or an nn.Module, not {type(f).__name__}"
     )
+
+
+def _calls_module(method: MethodType) -> bool:
+    calls = (torch.nn.Module.__call__, torch.nn.Module._call_impl)
+    return isinstance(method.__self__, torch.nn.Module) and method.__func__ in calls
+
+
+def _forward_codes(module: torch.nn.Module) -> Iterator[CodeType]:
+    """The code of its class's forward, and of its own if it has one; each perhaps compiled."""
+    forwards: tuple[Any, ...] = (type(module).forward, vars(module).get("forward"))
+    for forward in forwards:
+        while dynamo.is_compile_wrapper(forward) or isinstance(forward, MethodType):
+            if isinstance(forward, MethodType):
+                forward = None if _calls_module(forward) else forward.__func__
+            else:
+                forward = dynamo.wrapper_target(forward)
+        if isinstance(forward, FunctionType):
+            yield forward.__code__
 
 
 def _with_resumes(codes: list[CodeType]) -> Iterator[CodeType]:
@@ -255,7 +267,7 @@ def _explain_frame(code: CodeType, ir: bool) -> FrameReport:
     module = runtime.module_of(code)
     module.build()
     hits, misses, _raised, run_code = module.native.counters
-    skipped = capture.is_skipped(code)
+    skipped = runtime.is_skipped(code)
     return FrameReport(
         name=module.name,
         filename=module.filename,

@@ -7,9 +7,10 @@ no other. When Dynamo ends a cache entry, its native twin is retired in the same
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING
 
 from trident import _frame, capture, settings
@@ -29,6 +30,12 @@ class Entry:
         self.native: _frame.NativeSpecialization | None = None
         self.built: Built | None = None
         self.reason: str | None = None
+        self._claimed = threading.Lock()
+
+    def claim(self) -> bool:
+        """True for the first caller, who builds: if two threads made a native twin each, the end
+        of the cache entry could reach one of them only."""
+        return self._claimed.acquire(blocking=False)
 
     @property
     def hits(self) -> int:
@@ -82,6 +89,14 @@ class Entry:
             self.native.retire()
 
 
+def _sees_functions(spec: Specialization) -> bool:
+    """Whether a guard may ask for the exact type of a function, which a door changes on 3.11."""
+    return bool(spec.tree.problems) or any(
+        leaf.kind == "TYPE_MATCH" and leaf.payload["type_id"] == id(FunctionType)
+        for leaf in spec.tree.leaves()
+    )
+
+
 class SpecializationCacheModule:
     """All specializations of one code object behind one native entry."""
 
@@ -105,6 +120,8 @@ class SpecializationCacheModule:
         """A new cache entry: built at the next call."""
         self.skips = False
         self.entries = [Entry(spec), *self.entries]
+        if _sees_functions(spec):
+            self.native.set_sees_functions()
         self.native.set_stale(True)
 
     def remove(self, spec: Specialization) -> None:
@@ -125,7 +142,7 @@ class SpecializationCacheModule:
         start = time.perf_counter()
         try:
             for entry in self.entries:
-                if entry.built is None and entry.reason is None:
+                if entry.claim():
                     entry.build()
             code = self.code
             if self.skips and self.skipped is None and code is not None:

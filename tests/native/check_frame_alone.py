@@ -18,12 +18,45 @@ def who():
     return "real"
 
 
+def whose():
+    return "real"
+
+
 def failing():
     return "real"
 
 
 def numbers(n):
     yield from range(n)
+
+
+async def coroutine(x):
+    return x
+
+
+async def asynchronous(x):
+    yield x
+
+
+def celled(x):
+    return lambda: x
+
+
+class Thing:
+    def method(self, x):
+        return "real"
+
+    @property
+    def attribute(self):
+        return "real"
+
+    def __eq__(self, other):
+        return "real"
+
+    __hash__ = None
+
+    def __init_subclass__(cls, **more):
+        raise AssertionError("not replaced")
 
 
 def other(x):
@@ -33,12 +66,29 @@ def other(x):
 wide_source = "def wide(a):\n" + "".join(f"    v{i} = a\n" for i in range(700)) + "    return v1\n"
 exec(wide_source)
 wide = globals()["wide"]
+# Frames of many sizes: some end where a data stack chunk (16 KiB) does, some need their own.
+sized = []
+for n in range(1, 2600, 17):
+    namespace = {}
+    body = "".join(f"    v{i} = a\n" for i in range(n))
+    exec(f"def sized(a):\n{body}    return None\n", namespace)
+    sized.append(namespace["sized"])
 
 F.mark(first.__code__, 0)
 F.mark(who.__code__, -1)
 F.mark(failing.__code__, -2)
 F.mark(numbers.__code__, 0)
 F.mark(wide.__code__, 0)
+F.mark(whose.__code__, -3)
+F.mark(coroutine.__code__, 0)
+F.mark(asynchronous.__code__, 0)
+F.mark(celled.__code__, 0)
+F.mark(Thing.method.__code__, 1)
+F.mark(Thing.attribute.fget.__code__, 0)
+F.mark(Thing.__eq__.__code__, 1)
+F.mark(Thing.__init_subclass__.__func__.__code__, 0)
+for function in sized:
+    F.mark(function.__code__, 0)
 assert first(1) == ("real", 1, 2, 3)
 F.install()
 
@@ -54,6 +104,22 @@ def hits():
         return who()
 
     assert caller() == "caller"
+
+    def outer():
+        def inner():
+            return whose(), next(iter(whose, None))
+
+        return inner()
+
+    assert outer() == ("outer", "outer")
+    assert celled(thing) is thing
+    it = Thing()
+    assert it.method(thing) is thing
+    assert Thing.method(it, thing) is thing
+    assert it.attribute is it
+    assert (it == thing) is thing
+    assert sorted([2, 1], key=first) == [1, 2]
+    assert isinstance(type("Sub", (Thing,), {}), type)
     try:
         failing()
     except ValueError as error:
@@ -89,6 +155,76 @@ def chunks():
     for depth in range(60):
         assert nest(depth) == 0
 
+    def deep(n):
+        chunks = F.chunks()
+        for function in sized:
+            assert function(n) is n
+            assert F.chunks() == chunks > 0
+        if n:
+            deep(n - 1)
+
+    thing, count = object(), sys.getrefcount(sized[0].__code__)
+    deep(100)
+    counts = sys.getrefcount(thing)
+    memory = resident()
+    for _ in range(300):
+        for function in sized:
+            function(thing)
+    assert sys.getrefcount(thing) == counts
+    assert sys.getrefcount(sized[0].__code__) == count
+    assert resident() - memory < 2**20
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+class Last:
+    """Runs Python, which needs the data stack, while the frame that held it is being ended."""
+
+    ended = 0
+
+    def __del__(self):
+        Last.ended += 1
+        assert wide(self) is self
+        assert other(1) == 2
+
+
+def finalizers():
+    for _ in range(1000):
+        first(1, Last())
+        for function in sized[::40]:
+            assert function(Last()) is not None
+        try:
+            first(Last(), failing())
+        except ValueError:
+            pass
+    assert Last.ended >= 1000 * (2 + len(sized[::40])), Last.ended
+
+
+def recursion():
+    """Replaced frames neither use up nor give back recursion depth."""
+
+    def depth(function, n=0):
+        try:
+            function(n)
+            return depth(function, n + 1)
+        except RecursionError:
+            return n
+
+    # Compared under the hook: on 3.12, any hook makes Python calls use up C recursion, too.
+    expected = depth(other)
+    for _ in range(5000):
+        first(1)
+    assert depth(other) == expected
+    assert abs(depth(first) - expected) <= 3, (depth(first), expected)
+
+
+def maps():
+    for seed in range(20):
+        assert F.map_agrees(seed, 10_000)
+
 
 def untouched():
     assert list(numbers(3)) == [0, 1, 2]
@@ -96,6 +232,23 @@ def untouched():
     next(generator)
     try:
         generator.throw(KeyError("x"))
+    except KeyError:
+        pass
+    try:
+        coroutine(5).send(None)
+    except StopIteration as stop:
+        assert stop.value == 5
+    else:
+        raise AssertionError("not ended")
+    try:
+        asynchronous(6).__anext__().send(None)
+    except StopIteration as stop:
+        assert stop.value == 6
+    else:
+        raise AssertionError("not ended")
+    before = coroutine(7)
+    try:
+        before.throw(KeyError("x"))
     except KeyError:
         pass
 
@@ -190,7 +343,13 @@ def binding():
         except TypeError:
             assert bound is None, (inspect.signature(f), args, keywords)
         else:
-            assert bound == expected, (inspect.signature(f), args, keywords, bound, expected)
+            assert bound == expected, (
+                inspect.signature(f),
+                args,
+                keywords,
+                bound,
+                expected,
+            )
             accepted += 1
     assert accepted > 300, accepted
     value = 5
@@ -219,7 +378,19 @@ def doors():
         assert site(target, 300) == 7
 
 
-for check in (hits, flat, chunks, untouched, observed, threads, binding, doors):
+for check in (
+    hits,
+    flat,
+    chunks,
+    finalizers,
+    recursion,
+    maps,
+    untouched,
+    observed,
+    threads,
+    binding,
+    doors,
+):
     check()
 F.uninstall()
 assert first(1) == ("real", 1, 2, 3)

@@ -6,9 +6,11 @@
 
 #include <alloca.h>
 
+#include <unordered_map>
+
 using namespace trident;
 
-static PointerMap<PyObject> answers; /* code -> int n: the frame's n-th local, or -1: call caller_name */
+static PointerMap<PyObject> answers; /* code -> int n: the frame's n-th local, or -1: the caller's name, -2: raises, -3: the caller's caller's name */
 static EvalFunction below = nullptr;
 
 static PyObject *answer(PyThreadState *ts, Frame *f, PyObject *what) {
@@ -19,6 +21,7 @@ static PyObject *answer(PyThreadState *ts, Frame *f, PyObject *what) {
     return nullptr;
   }
   Frame *caller = caller_frame(ts);
+  if (n == -3 && caller) caller = previous_frame(caller);
   return caller ? Py_NewRef(frame_code(caller)->co_name) : Py_NewRef(Py_None);
 }
 
@@ -52,6 +55,47 @@ static PyObject *mark(PyObject *, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+static PyObject *chunks(PyObject *, PyObject *) { /* chunks of the data stack, -1: its top is elsewhere */
+  PyThreadState *ts = PyThreadState_Get();
+  long n = 0;
+  for (_PyStackChunk *chunk = ts->datastack_chunk; chunk != nullptr; chunk = chunk->previous) n++;
+  bool inside = ts->datastack_top >= ts->datastack_chunk->data && ts->datastack_top <= ts->datastack_limit;
+  return PyLong_FromLong(inside ? n : -1);
+}
+
+/* map_agrees(seed, steps) -> bool: does a PointerMap do what std::unordered_map does? Few keys, some of
+ * them neighbours, so that they collide, wrap around and are removed from the middle of a run. */
+static PyObject *map_agrees(PyObject *, PyObject *args) {
+  unsigned long long state, steps;
+  if (!PyArg_ParseTuple(args, "KK", &state, &steps)) return nullptr;
+  PointerMap<char> map;
+  std::unordered_map<const void *, char *> expected;
+  bool same = true;
+  for (unsigned long long i = 0; i < steps && same; i++) {
+    state = state * 6364136223846793005ull + 1442695040888963407ull;
+    const unsigned long long range = (i / 2000) % 2 ? 8 : 300; /* shrinks again */
+    char *key = (char *)(16 * (1 + (state >> 33) % range)), *value = (char *)(state | 1);
+    auto found = expected.find(key);
+    char *former = found == expected.end() ? nullptr : found->second;
+    same = map.get(key) == former;
+    if ((state >> 20) % 3 == 0) {
+      same = same && map.remove(key) == former;
+      expected.erase(key);
+    } else {
+      map.put(key, value);
+      expected[key] = value;
+    }
+    same = same && map.size() == expected.size();
+    if (i % 64 == 0) {
+      size_t n = 0;
+      map.each([&](char *) { n++; });
+      for (auto &item : expected) same = same && map.get(item.first) == item.second;
+      same = same && n == expected.size();
+    }
+  }
+  return PyBool_FromLong(same);
+}
+
 static PyObject *bind(PyObject *, PyObject *args) { /* bind(function, args, kwargs) -> locals or None */
   PyObject *function, *positional, *keywords;
   if (!PyArg_ParseTuple(args, "OOO", &function, &positional, &keywords)) return nullptr;
@@ -82,7 +126,8 @@ static PyObject *door(PyObject *, PyObject *function) {
 static PyMethodDef methods[] = {
     {"install", install, METH_NOARGS, nullptr},     {"uninstall", uninstall, METH_NOARGS, nullptr},
     {"mark", mark, METH_VARARGS, nullptr},          {"bind", bind, METH_VARARGS, nullptr},
-    {"door", door, METH_O, nullptr},                {nullptr, nullptr, 0, nullptr},
+    {"door", door, METH_O, nullptr},                {"map_agrees", map_agrees, METH_VARARGS, nullptr},
+    {"chunks", chunks, METH_NOARGS, nullptr},       {nullptr, nullptr, 0, nullptr},
 };
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "frame_alone", nullptr, -1, methods};
 PyMODINIT_FUNC PyInit_frame_alone() { return PyModule_Create(&module); }

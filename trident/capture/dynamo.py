@@ -102,6 +102,12 @@ def cache_entries(code: CodeType) -> list[Any]:
     return torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
 
 
+def compiled_codes() -> list[CodeType]:
+    """The live code objects that Dynamo looked at since its last reset (2.11 to 2.15)."""
+    seen = getattr(getattr(convert_frame(), "input_codes", None), "seen", ())
+    return [code for reference in list(seen) if (code := reference()) is not None]
+
+
 def skip_frames_of(code: CodeType) -> None:
     """Dynamo never looks at frames of `code` nor at what they call (2.11 to 2.15).
 

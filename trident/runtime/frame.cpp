@@ -2,7 +2,9 @@
 
 #include <alloca.h>
 #include <cstring>
+#include <optional>
 
+#include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
@@ -98,15 +100,22 @@ bool strict_check(Scm *scm, Specialization *s, PyObject *const *locals) {
   if (values == nullptr) return false;
   for (int i = 0; i < scm->n_locals; i++) /* NotImplemented marks unbound locals for Python */
     PyTuple_SET_ITEM(values, i, Py_NewRef(locals[i] != nullptr ? locals[i] : Py_NotImplemented));
+  doors_suspend(); /* Dynamo's guards are to see plain functions */
   PyObject *result = PyObject_CallFunctionObjArgs(setup_.strict_check, scm->owner, s->handle, values, nullptr);
+  doors_resume();
   Py_DECREF(values);
   Py_XDECREF(result);
   return result != nullptr;
 }
 
-/* Runs a native plan; the result, or null with an error set. */
+/* Runs a native plan; the result, or null with an error set. A profiler sees the compiled region. */
 PyObject *run_plan(Scm *scm, Specialization *s, PyObject *const *locals) {
   PyObject *result = nullptr;
+  std::optional<at::RecordFunction> region;
+  if (!s->annotation.empty()) { /* frames that Dynamo skips have no region */
+    auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+    if (observers.has_value()) region.emplace(std::move(*observers)).before(s->annotation.c_str());
+  }
   if (s->plan(locals, &result) == 0) {
     scm->counters.hits++;
     s->hits++;
@@ -125,6 +134,15 @@ PyCFunction original_set_eval_frame_ = nullptr;
 PyObject *call_next(PyThreadState *ts, Frame *f, int throwflag) {
   EvalFunction next = next_ != nullptr ? next_ : default_eval_function();
   return next(ts, f, throwflag);
+}
+
+/* Stock decides. On 3.11 a door shows in a function's type: not to a lookup that asks for it. */
+PyObject *call_stock(PyThreadState *ts, Frame *f, Scm *scm) {
+  if (!doors_swap_type || !scm->sees_functions || doors_.size() == 0) return call_next(ts, f, 0);
+  doors_suspend();
+  PyObject *result = call_next(ts, f, 0);
+  doors_resume();
+  return result;
 }
 
 /* Lets Python see whether the wrapper that called this frame can get a door. At most once per wrapper. */
@@ -148,6 +166,7 @@ void offer_door(PyThreadState *ts, Scm *scm) {
 
 void record_miss(Scm *scm, PyCodeObject *co) {
   scm->counters.misses++;
+  if (doors_swap_type && scm->sees_functions) return; /* see call_stock */
   if (++scm->misses_in_a_row >= kBackOffMisses) hook_remove(co); /* until it compiles again */
 }
 
@@ -231,27 +250,29 @@ PyObject *hook_dispatch(HookCall &c) {
   return result;
 }
 
+/* As hook_dispatch. */
 PyObject *hook_frame(PyThreadState *ts, Frame *f, PyCodeObject *co, Scm *scm) {
-  if (!thread_allows(ts) || code_is_observed(co) || dynamo::nested_compile_is_error())
-    return call_next(ts, f, 0);
+  if (!thread_allows(ts) || code_is_observed(co) || dynamo::nested_compile_is_error()) return kMiss;
   HookCall c{ts, f, co, scm, dynamo::callback(), {}};
   PyObject *result = kMiss;
   if (c.callback != Py_None && c.callback != Py_False && dynamo::frame_record(co, &c.record) &&
-      c.record.simple && !(c.record.frame == dynamo::Action::skip && dynamo::fullgraph_counting())) {
-    scm->references++;
+      c.record.simple && !(c.record.frame == dynamo::Action::skip && dynamo::fullgraph_counting()))
     result = hook_dispatch(c);
-    scm_unref(scm);
-  }
   Py_DECREF(c.callback);
-  return result == kMiss ? call_next(ts, f, 0) : result;
+  return result;
 }
 
 PyObject *eval_frame(PyThreadState *ts, Frame *f, int throwflag) {
   PyCodeObject *co = frame_code(f);
   if (hook_on_) {
     Scm *scm = codes_.get(co);
-    if (__builtin_expect(scm != nullptr, 0) && !throwflag && frame_is_replaceable(f, co))
-      return hook_frame(ts, f, co, scm);
+    if (__builtin_expect(scm != nullptr, 0) && !throwflag && frame_is_replaceable(f, co)) {
+      scm->references++; /* the table may drop it meanwhile */
+      PyObject *result = hook_frame(ts, f, co, scm);
+      if (result == kMiss) result = call_stock(ts, f, scm);
+      scm_unref(scm);
+      return result;
+    }
   }
   return call_next(ts, f, throwflag);
 }
@@ -295,16 +316,17 @@ bool global_hooks_empty() {
 /* Looks at everything again and remembers where the hooks are. */
 bool module_check_slow(ModuleCheck *check, PyObject *dict) {
   static PyObject *forward_name = PyUnicode_InternFromString("forward");
+  static PyObject *implementation_name = PyUnicode_InternFromString("_call_impl");
   static PyObject *compiled_name = PyUnicode_InternFromString("_compiled_call_impl");
   check->dict = nullptr;
   check->hooks.clear();
   if (PyDict_GetItemWithError(dict, forward_name) != check->forward) return false;
+  if (PyDict_GetItemWithError(dict, implementation_name) != nullptr) return false;
   PyObject *compiled = PyDict_GetItemWithError(dict, compiled_name);
   if (compiled != nullptr && compiled != Py_None && !check->compiled_call_allowed) return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(setup_.hook_names); i++) {
     PyObject *hooks = PyDict_GetItemWithError(dict, PyTuple_GET_ITEM(setup_.hook_names, i));
-    if (hooks == nullptr) continue; /* the class attribute, covered by the type's version */
-    if (!dict_is_empty(hooks)) return false;
+    if (hooks == nullptr || !dict_is_empty(hooks)) return false; /* none: an AttributeError, or __getattr__'s */
     if (hooks != Py_None) check->hooks.push_back(hooks);
   }
   check->dict = dict;
@@ -336,9 +358,11 @@ bool module_check(ModuleCheck *check, PyObject *module) {
 PyFunctionObject *door_function(Door *door, PyObject **self) {
   /* First: only if the OptimizedModule still has this wrapper as its forward is the wrapper alive. */
   if (door->is_module && !module_check(&door->checks[0], door->callable)) return nullptr;
+  if ((PyCodeObject *)((PyFunctionObject *)door->wrapper)->func_code != setup_.wrapper_code) return nullptr;
   PyObject *closure = ((PyFunctionObject *)door->wrapper)->func_closure;
   PyObject *target = PyCell_GET(PyTuple_GET_ITEM(closure, setup_.target_cell));
-  if (target != door->target) return nullptr;
+  if (target != door->target || PyCell_GET(PyTuple_GET_ITEM(closure, setup_.callback_cell)) == nullptr)
+    return nullptr;
   *self = nullptr;
   if (door->checks.empty()) {
     if (PyMethod_Check(target)) {
@@ -347,7 +371,9 @@ PyFunctionObject *door_function(Door *door, PyObject **self) {
     }
     return PyFunction_Check(target) ? (PyFunctionObject *)target : nullptr;
   }
-  if (!PyMethod_Check(target) || !global_hooks_empty()) return nullptr;
+  /* The target may be another method at the same address. */
+  if (!PyMethod_Check(target) || PyMethod_GET_FUNCTION(target) != door->method || !global_hooks_empty())
+    return nullptr;
   PyObject *module = PyMethod_GET_SELF(target);
   ModuleCheck *check = &door->checks[door->is_module ? 1 : 0];
   if (!module_check(check, module)) return nullptr;
@@ -476,10 +502,12 @@ bool make_function_type() {
   /* A static type gets a __doc__ of its own, which would hide the functions' docstrings. */
   if (PyDict_DelItemString(t.tp_dict, "__doc__") < 0) PyErr_Clear();
   PyType_Modified(&t);
+  doored_function_type = &t;
   return true;
 }
 
-int suspended_ = 0;
+int suspended_ = 0;                  /* by all threads */
+thread_local int own_suspensions_ = 0; /* this thread's share */
 
 void show_type(Door *door) {
   if (doors_swap_type && door->original_type != nullptr && suspended_ == 0) Py_SET_TYPE(door->callable, &function_type_);
@@ -568,8 +596,7 @@ void door_close(PyObject *callable) {
 
 void door_forget(PyObject *callable) {
   Py_XDECREF(refused_.remove(callable));
-  for (Door *door : {module_doors_.remove(callable), doors_.remove(callable)})
-    if (door != nullptr) door_unref(door);
+  door_close(callable); /* it is still whole here, and a finalizer may keep it */
 }
 
 void door_refuse(PyObject *wrapper, PyObject *reference) {
@@ -598,11 +625,19 @@ bool door_exists(PyObject *callable) {
 }
 
 void doors_suspend() {
+  own_suspensions_++;
   if (suspended_++ == 0 && doors_swap_type) doors_.each(hide_type);
 }
 
 void doors_resume() {
+  own_suspensions_--;
   if (--suspended_ == 0 && doors_swap_type) doors_.each(show_type);
+}
+
+void doors_after_fork_in_child() {
+  bool were_hidden = suspended_ > 0;
+  suspended_ = own_suspensions_;
+  if (were_hidden && suspended_ == 0 && doors_swap_type) doors_.each(show_type);
 }
 
 bool module_doors_patch(PyTypeObject *optimized_module) {

@@ -33,6 +33,7 @@ struct Door {
   PyObject *callable = nullptr; /* the compile_wrapper function or the OptimizedModule; borrowed */
   PyObject *wrapper = nullptr;  /* the compile_wrapper function; borrowed (callable keeps it alive) */
   PyObject *target = nullptr;   /* what the wrapper calls; compared with its closure cell */
+  PyObject *method = nullptr;   /* the function of a target that is a method, else null; compared */
   vectorcallfunc original = nullptr;
   PyTypeObject *original_type = nullptr; /* 3.11: the type to restore */
   Scm *scm = nullptr;
@@ -55,13 +56,14 @@ bool hook_has(PyCodeObject *code);
 /* Doors */
 bool door_open(Door *door);               /* steals; false with a Python error set */
 void door_close(PyObject *callable);      /* restores the callable */
-void door_forget(PyObject *callable);     /* the callable is dying: only forget */
+void door_forget(PyObject *callable);     /* the callable is dying, in its weak references' callbacks */
 bool door_exists(PyObject *callable);
 void door_refuse(PyObject *wrapper, PyObject *reference); /* do not offer it again; steals the weak reference */
 void door_refusals_clear();
 void doors_close_all();
 void doors_suspend();                     /* 3.11: plain function types while Dynamo compiles */
 void doors_resume();
+void doors_after_fork_in_child(); /* suspensions by threads that the child lacks never end */
 bool module_doors_patch(PyTypeObject *optimized_module);
 void module_doors_unpatch();
 size_t doors_count();

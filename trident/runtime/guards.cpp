@@ -13,6 +13,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 namespace trident {
+
+PyTypeObject *doored_function_type = nullptr;
+
 namespace {
 
 const char *const kOpNames[] = {
@@ -532,7 +535,10 @@ bool GuardProgram::execute(PyObject *const *locals, PyObject **r, std::vector<Py
     case Op::dict_key: out = PyDict_Check(v) ? dict_entry(v, row.a, true) : nullptr; break;
     case Op::dict_value: out = PyDict_Check(v) ? dict_entry(v, row.a, false) : nullptr; break;
     /* checks */
-    case Op::check_type: ok = (int64_t)Py_TYPE(v) == row.a; break;
+    case Op::check_type:
+      ok = (int64_t)Py_TYPE(v) == row.a ||
+           (row.a == (int64_t)&PyFunction_Type && Py_TYPE(v) == doored_function_type);
+      break;
     case Op::check_id: ok = (int64_t)v == row.a; break;
     case Op::check_none: ok = v == Py_None; break;
     case Op::check_not_none: ok = v != Py_None; break;

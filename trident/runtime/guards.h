@@ -84,5 +84,8 @@ const char *const *guard_op_names(); /* null-terminated, in the order of Op */
 /* Private Python-side objects that rows read: torch.utils._device.__dict__, torch.autograd.forward_ad. */
 void set_guard_modules(PyObject *device_dict, PyObject *forward_ad);
 
+/* 3.11: the type of functions with a door, which guards take for plain ones; null before the first. */
+extern PyTypeObject *doored_function_type;
+
 } // namespace trident
 #endif

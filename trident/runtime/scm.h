@@ -56,6 +56,7 @@ struct Scm {
   bool stale = false;                /* specializations wait to be built at the next call */
   Counters counters;
   uint64_t misses_in_a_row = 0;
+  bool sees_functions = false; /* a guard asks for the exact type of functions */
   PyObject *owner = nullptr; /* borrowed: the Python object that builds and reports */
   int n_locals = 0, n_free = 0, free_offset = 0;
 };
