@@ -110,7 +110,7 @@ class Runtime:
         return module
 
     def is_skipped(self, code: CodeType) -> bool:
-        """Does Dynamo run these frames as they are? Its reset, which capture does not see, ends that."""
+        """Does Dynamo run these frames as they are? A reset, unseen by capture, ends that."""
         return capture.is_skipped(code) and (not self._ready or _is_skipped(code))
 
     # ---- the switch ----
