@@ -111,6 +111,7 @@ cdef extern from "runtime/frame.h" namespace "trident":
         PyObject *hook_names
         PyObject *global_hooks
         PyObject *global_hook_names
+        PyObject *module_codes
     void set_up(const Setup &setup)
     void add_flag(PyObject *dict, PyObject *name, PyObject *expected, PyObject *accepts)
     void set_strict(cbool strict)

@@ -56,6 +56,7 @@ def initialize(
     hook_names: tuple[str, ...],
     global_hooks: dict[str, Any],
     global_hook_names: tuple[str, ...],
+    module_codes: tuple[CodeType, ...],
     flags: list[tuple[dict[str, Any], str, object, object]],
     backend_matcher: object,
     device_dict: dict[str, Any],

@@ -241,7 +241,8 @@ def dynamo_record(code):
 
 
 def initialize(*, wrapper_code, int target_cell, int callback_cell, find_door, strict_check,
-               tuple hook_names, dict global_hooks, tuple global_hook_names, flags, backend_matcher,
+               tuple hook_names, dict global_hooks, tuple global_hook_names,
+               tuple module_codes, flags, backend_matcher,
                dict device_dict, forward_ad) -> None:
     """Hands the runtime the Python objects that it reads or calls; once per process."""
     cdef Setup setup
@@ -254,6 +255,7 @@ def initialize(*, wrapper_code, int target_cell, int callback_cell, find_door, s
     setup.hook_names = <PyObject *>hook_names
     setup.global_hooks = <PyObject *>global_hooks
     setup.global_hook_names = <PyObject *>global_hook_names
+    setup.module_codes = <PyObject *>module_codes
     for name in global_hook_names:
         hash(name)  # the runtime reads the cached hash
     set_up(setup)

@@ -197,6 +197,15 @@ class Runtime:
             hook_names=_MODULE_HOOKS,
             global_hooks=vars(module_py),
             global_hook_names=tuple(n for n in vars(module_py) if _is_global_hook(n)),
+            module_codes=tuple(
+                function.__code__
+                for function in (
+                    torch.nn.Module.__call__,
+                    torch.nn.Module._call_impl,
+                    dynamo.optimized_module().__call__,
+                )
+                if isinstance(function, FunctionType)
+            ),
             flags=flags,
             backend_matcher=self.backend_matches,
             device_dict=vars(torch.utils._device),

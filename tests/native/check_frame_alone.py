@@ -286,6 +286,22 @@ def observed():
     assert first(1) == 1
 
 
+def observed_elsewhere():
+    """From 3.12 on, tracing is a monitoring tool of the whole interpreter, and a traced thread that
+    ends leaves it on; only threads with a trace function of their own hear of anything."""
+
+    def work():
+        assert first(1) == ("real", 1, 2, 3)
+
+    for switch in (threading.setprofile, threading.settrace):
+        switch(lambda frame, event, arg: None)
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join()
+        switch(None)
+        assert first(1) == 1, switch
+
+
 def threads():
     wrong = []
 
@@ -387,6 +403,7 @@ for check in (
     maps,
     untouched,
     observed,
+    observed_elsewhere,
     threads,
     binding,
     doors,

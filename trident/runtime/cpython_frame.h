@@ -58,13 +58,19 @@ inline bool frame_is_replaceable(Frame *f, PyCodeObject *co) {
   return !(co->co_flags & makes_generator) && f->owner == FRAME_OWNED_BY_THREAD && f->frame_obj == nullptr && frame_is_fresh(f, co);
 }
 
+#if PY_VERSION_HEX >= 0x030C0000
+/* Tools 6 and 7 are sys.setprofile and sys.settrace: they tell only threads that have a function of
+ * their own, and stay on when such a thread ends. The others are sys.monitoring's users. */
+constexpr uint8_t kMonitoringTools = (1 << PY_MONITORING_SYS_PROFILE_ID) - 1;
+#endif
+
 /* True while the thread is traced or profiled, or any sys.monitoring tool listens. */
 inline bool thread_is_observed(PyThreadState *ts) {
 #if PY_VERSION_HEX >= 0x030C0000
   if (ts->c_tracefunc != nullptr || ts->c_profilefunc != nullptr || ts->tracing > 0) return true;
   uint8_t any = 0;
   for (uint8_t tools : ts->interp->monitors.tools) any |= tools;
-  return any != 0;
+  return (any & kMonitoringTools) != 0;
 #else
   return ts->cframe->use_tracing != 0;
 #endif

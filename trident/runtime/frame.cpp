@@ -381,6 +381,15 @@ PyFunctionObject *door_function(Door *door, PyObject **self) {
   return check->function;
 }
 
+/* A sys.monitoring tool may listen to single code objects, also to those on the way to the frame. */
+bool door_is_observed(const Door *door) {
+  if (code_is_observed(door->scm->code) || code_is_observed(setup_.wrapper_code)) return true;
+  if (door->checks.empty()) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(setup_.module_codes); i++)
+    if (code_is_observed((PyCodeObject *)PyTuple_GET_ITEM(setup_.module_codes, i))) return true;
+  return false;
+}
+
 PyObject *door_dispatch(Door *door, PyFunctionObject *function, const CallArguments &call) {
   Scm *scm = door->scm;
   dynamo::FrameRecord record;
@@ -430,7 +439,9 @@ PyObject *door_call(Door *door, PyObject *const *args, Py_ssize_t n, PyObject *k
     return kMiss;
   PyObject *self;
   PyFunctionObject *function = door_function(door, &self);
-  if (function == nullptr || (PyCodeObject *)function->func_code != door->scm->code) return kMiss;
+  if (function == nullptr || (PyCodeObject *)function->func_code != door->scm->code ||
+      door_is_observed(door))
+    return kMiss;
   door->references++;
   PyObject *wrapper = Py_NewRef(door->wrapper); /* its closure is read again after guards ran Python */
   Py_INCREF(function);
@@ -521,7 +532,8 @@ void hide_type(Door *door) {
 void set_up(const Setup &setup) {
   setup_ = setup;
   for (PyObject *o : {(PyObject *)setup.wrapper_code, setup.find_door, setup.strict_check,
-                      setup.hook_names, setup.global_hooks, setup.global_hook_names})
+                      setup.hook_names, setup.global_hooks, setup.global_hook_names,
+                      setup.module_codes})
     Py_INCREF(o);
 }
 

@@ -77,6 +77,7 @@ struct Setup {
   PyObject *hook_names;          /* tuple of nn.Module attributes that must be empty or None */
   PyObject *global_hooks;        /* dict of torch.nn.modules.module */
   PyObject *global_hook_names;   /* tuple of names in it that must be empty */
+  PyObject *module_codes;        /* tuple of the code objects that a module's door skips */
 };
 void set_up(const Setup &setup);
 /* Any other object than `expected` under `name` in `dict` means MISS, unless accepts(object) (if not
