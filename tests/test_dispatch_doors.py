@@ -526,6 +526,25 @@ def test_explain(enabled: None) -> None:
             trident.explain(garbage)
 
 
+def test_breakpoint_of_the_bytecode_debugger(enabled: None, monkeypatch: Any) -> None:
+    """Stock starts the debugger when it runs such code; so it must be stock that runs it."""
+    debugger = pytest.importorskip("torch._dynamo.bytecode_debugger")
+    prompts: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt: prompts.append(prompt) or "c")
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        debugger.breakpoint()
+        return y * 2
+
+    for calls in range(1, 5):
+        assert torch.equal(f(X), (X + 1) * 2)
+        assert len(prompts) >= calls
+    assert "breakpoint" in str(trident.explain(f))
+    assert trident.stats().run_code == 0
+
+
 def test_explain_resume_functions(enabled: None) -> None:
     def broken(x: torch.Tensor) -> torch.Tensor:
         y = x + 1

@@ -115,6 +115,33 @@ def nested_under_an_error_on_callbacks(enter: Enter) -> Any:
 
 
 @scenario
+def broken_graph_under_fullgraph(enter: Enter) -> Any:
+    """Dynamo leaves the frames that compiled code calls alone below a fullgraph caller: here the
+    rest of a function after its graph break."""
+    seen: list[Any] = []
+
+    @torch.compile(backend="eager")
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * (2 if torch.compiler.is_compiling() else 3)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            seen.append(broken(X))
+            return graph(*args)
+
+        return run
+
+    outer = torch.compile(lambda x: x - 1, backend=backend, fullgraph=True)
+    result = [outer(X) for _ in range(3)]
+    enter()
+    result += [outer(X) for _ in range(3)]
+    result += [broken(X), outer(X), broken(X), outer(X), outer(X)]
+    return result, seen
+
+
+@scenario
 def called_by_a_custom_operator(enter: Enter) -> Any:
     functions = callables()
     seen: list[Any] = []

@@ -118,7 +118,8 @@ cdef extern from "runtime/frame.h" namespace "trident":
     cbool thread_allows_now()
 
 cdef extern from "runtime/dynamo_api.h" namespace "trident::dynamo":
-    const char *resolve(PyObject *set_eval_frame, PyObject *get_eval_frame_callback)
+    const char *resolve(PyObject *set_eval_frame, PyObject *get_eval_frame_callback,
+                        PyObject *set_override, PyObject *no_override)
     cbool find_extra_index(PyCodeObject *code)
     ctypedef enum Action "trident::dynamo::Action":
         pass

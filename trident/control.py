@@ -139,10 +139,9 @@ class Runtime:
     def _hook_not_recorded(self) -> None:
         """Guards from before our import may look at functions, whose type a door changes on 3.11:
         Dynamo's own lookup for these frames is to see the former type."""
-        for code in dynamo.compiled_codes():
-            if capture.entries_of(code):
-                self._module_for(code).native.set_sees_functions()
-                self._hook(code)
+        for code in capture.unrecorded_codes():
+            self._module_for(code).native.set_sees_functions()
+            self._hook(code)
 
     def _hook_recorded(self, code: CodeType) -> None:
         module = self.module_of(code)

@@ -14,7 +14,7 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING
 
 from trident import _frame, capture, settings
-from trident.capture import Specialization
+from trident.capture import Specialization, dynamo
 from trident.errors import TridentError
 
 if TYPE_CHECKING:
@@ -49,6 +49,9 @@ class Entry:
 
         if self.spec.tree.problems:
             self.reason = "; ".join(self.spec.tree.problems)
+            return
+        if dynamo.has_breakpoint(self.spec.compiled_code):
+            self.reason = "it has a breakpoint for Dynamo's bytecode debugger"
             return
         try:
             self.built = pipeline.build(self.spec)

@@ -359,6 +359,7 @@ def test_entries_from_before(events: Events) -> None:
     compiled(torch.ones(2))
     capture.install()
     assert len(capture.entries_of(f.__code__)) == 1
+    assert any(code is f.__code__ for code in capture.unrecorded_codes())
     compiled(torch.ones(2, 2))
     assert len(capture.entries_of(f.__code__)) == 1
     assert len(capture.specializations_of(f.__code__)) == 1

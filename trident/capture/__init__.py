@@ -13,6 +13,7 @@ from trident.capture.lifecycle import (
     set_listener,
     skipped_codes,
     specializations_of,
+    unrecorded_codes,
 )
 from trident.capture.tree import GuardTree, Leaf, Node, Specialization
 
@@ -35,4 +36,5 @@ __all__ = [
     "skipped_codes",
     "specializations_of",
     "uninstall",
+    "unrecorded_codes",
 ]

@@ -6,6 +6,7 @@ Checked with torch 2.13; each docstring names the releases that have what it use
 from __future__ import annotations
 
 import inspect
+import sys
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -106,6 +107,11 @@ def compiled_codes() -> list[CodeType]:
     """The live code objects that Dynamo looked at since its last reset (2.11 to 2.15)."""
     seen = getattr(getattr(convert_frame(), "input_codes", None), "seen", ())
     return [code for reference in list(seen) if (code := reference()) is not None]
+
+
+def source_code(compiled_code: CodeType) -> CodeType | None:
+    """The user's code of a code object that Dynamo made (2.11 to 2.15)."""
+    return convert_frame().orig_code_map.get(compiled_code)
 
 
 def skip_frames_of(code: CodeType) -> None:
@@ -299,10 +305,19 @@ def wrapper_code() -> CodeType:
     return _wrapper_codes()[0]
 
 
-def eval_frame_functions() -> tuple[Any, Any]:
-    """The C functions that set and get Dynamo's callback of this thread (2.11 to 2.15)."""
-    module = torch._C._dynamo.eval_frame
-    return module.set_eval_frame, module.get_eval_frame_callback
+def has_breakpoint(compiled_code: CodeType) -> bool:
+    """Does Dynamo start its bytecode debugger when this code runs (2.12 to 2.15)?"""
+    debugger = sys.modules.get("torch._dynamo.bytecode_debugger")
+    return debugger is not None and debugger.BREAKPOINT_MARKER in compiled_code.co_consts
+
+
+def eval_frame_functions() -> tuple[Any, Any, Any, Any]:
+    """The C functions that set and get Dynamo's callback of this thread (2.11 to 2.15), and those
+    for fullgraph callers in 2.11: the setter of the override and its value for none, else None."""
+    module: Any = torch._C._dynamo.eval_frame
+    override = getattr(module, "set_eval_frame_override", None)
+    none = None if override is None else module._EvalFrameOverride.NONE
+    return module.set_eval_frame, module.get_eval_frame_callback, override, none
 
 
 def code_with_record() -> CodeType:

@@ -66,6 +66,8 @@ _by_manager: dict[int, Specialization] = {}
 _by_code: dict[int, list[Specialization]] = {}
 # Codes whose frames Dynamo skips: id -> weak reference (code objects compare by value).
 _skipped: dict[int, weakref.ref[CodeType]] = {}
+# Codes that may have cache entries without a record: likewise.
+_unrecorded: dict[int, weakref.ref[CodeType]] = {}
 
 
 def set_listener(listener: Listener | None) -> None:
@@ -109,6 +111,13 @@ def entries_of(code: CodeType) -> list[str]:
     ]
 
 
+def unrecorded_codes() -> list[CodeType]:
+    """The codes that may have entries that were :data:`NOT_RECORDED`. Not from Dynamo's lists of
+    entries, which another thread may be taking apart at this moment (a crash)."""
+    codes = [reference() for reference in list(_unrecorded.values())]
+    return [code for code in codes if code is not None]
+
+
 def _tell(event: str, *args: Any) -> None:
     listener = _listener
     if listener is not None:
@@ -125,8 +134,10 @@ def _failed(what: str, error: BaseException) -> None:
 def _added(guard_manager: Any, entry: Any) -> None:
     tree = recorder.tree_of(guard_manager)
     if tree is None:
-        # Built unseen, or our record failed: without its code we cannot file it.
         _failures.append(f"entry {entry.compile_id} has no record")
+        code = dynamo.source_code(entry.code)
+        if code is not None:
+            _note(_unrecorded, code)
         return
     code = tree.code
     spec = Specialization(
@@ -229,17 +240,17 @@ def _outcome(frame: Any, result: Any) -> CodeType | None:
         if getattr(result, "guarded_code", None) is not None:
             return frame.f_code
         if dynamo.is_skip(result):
-            _note_skipped(frame.f_code)
+            _note(_skipped, frame.f_code)
             _tell("frame_skipped", frame.f_code)
     except Exception as error:
         _failed("outcome", error)
     return None
 
 
-def _note_skipped(code: CodeType) -> None:
+def _note(codes: dict[int, weakref.ref[CodeType]], code: CodeType) -> None:
     # The callback is C all the way: a Python function could itself be caught by Dynamo's hook.
     key = id(code)
-    _skipped[key] = weakref.ref(code, functools.partial(_skipped.pop, key))
+    codes[key] = weakref.ref(code, functools.partial(codes.pop, key))
 
 
 def install() -> None:
@@ -257,6 +268,8 @@ def install() -> None:
     except BaseException:
         _patches.undo()
         raise
+    for code in dynamo.compiled_codes():
+        _note(_unrecorded, code)
 
 
 def uninstall() -> None:
@@ -265,6 +278,7 @@ def uninstall() -> None:
         _removed(spec.guard_manager)
     _patches.undo()
     _skipped.clear()
+    _unrecorded.clear()
 
 
 def skipped_codes() -> list[CodeType]:

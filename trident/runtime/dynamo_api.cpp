@@ -20,6 +20,8 @@ PyObject **guard_complete_hook_ = nullptr; /* absent before 2.8 */
 int64_t (*isolate_id_)(void) = nullptr;    /* absent before 2.12 */
 int *fullgraph_count_ = nullptr;           /* absent before 2.12 */
 bool *nested_error_ = nullptr;             /* absent before 2.12 */
+PyObject *set_override_ = nullptr;         /* 2.11 only */
+PyObject *no_override_ = nullptr;
 Py_ssize_t extra_index_ = -1;
 
 template <class T>
@@ -46,7 +48,8 @@ void find(void *library, const char *name, T *out) {
 
 } // namespace
 
-const char *resolve(PyObject *set_eval_frame, PyObject *get_eval_frame_callback) {
+const char *resolve(PyObject *set_eval_frame, PyObject *get_eval_frame_callback,
+                    PyObject *set_override, PyObject *no_override) {
   /* RTLD_DEFAULT does not see libtorch_python where torch._C was loaded RTLD_LOCAL. */
   void *library = dlopen("libtorch_python.so", RTLD_NOW | RTLD_NOLOAD);
   if (library == nullptr) return "libtorch_python.so";
@@ -67,6 +70,10 @@ const char *resolve(PyObject *set_eval_frame, PyObject *get_eval_frame_callback)
   if (((PyCFunctionObject *)get_eval_frame_callback)->m_ml->ml_flags != METH_NOARGS)
     return "get_eval_frame_callback without arguments";
   callback_get_ = ((PyCFunctionObject *)get_eval_frame_callback)->m_ml->ml_meth;
+  if (set_override != Py_None && set_override_ == nullptr) {
+    set_override_ = Py_NewRef(set_override);
+    no_override_ = Py_NewRef(no_override);
+  }
   return nullptr;
 }
 
@@ -111,7 +118,20 @@ void fullgraph_count_hit() {
   if (fullgraph_counting()) ++*fullgraph_count_;
 }
 
-bool nested_compile_is_error() { return nested_error_ != nullptr && *nested_error_; }
+NestedFrames nested_frames() {
+  if (set_override_ != nullptr) { /* 2.11 tells the value only to who sets another */
+    PyObject *now = PyObject_CallOneArg(set_override_, no_override_);
+    PyObject *back = now == nullptr ? nullptr : PyObject_CallOneArg(set_override_, now);
+    int same = back == nullptr ? -1 : PyObject_RichCompareBool(now, no_override_, Py_EQ);
+    Py_XDECREF(now);
+    Py_XDECREF(back);
+    if (same == 1) return NestedFrames::allowed;
+    PyErr_Clear();
+    return NestedFrames::stock;
+  }
+  if (nested_error_ != nullptr && *nested_error_) return NestedFrames::stock;
+  return fullgraph_counting() ? NestedFrames::skipped : NestedFrames::allowed;
+}
 
 PyCFunction swap_set_eval_frame(PyCFunction replacement) {
   PyCFunction former = set_eval_frame_->ml_meth;

@@ -20,8 +20,10 @@ struct FrameRecord {
   bool simple;      /* neither precompiled entries nor per-region strategies, which only stock handles */
 };
 
-/* Resolves everything; returns the name of a missing required symbol or nullptr. */
-const char *resolve(PyObject *set_eval_frame, PyObject *get_eval_frame_callback);
+/* Resolves everything; returns the name of a missing required symbol or nullptr. The last two are
+ * torch 2.11's set_eval_frame_override and its argument that means none, or Py_None. */
+const char *resolve(PyObject *set_eval_frame, PyObject *get_eval_frame_callback,
+                    PyObject *set_override, PyObject *no_override);
 
 /* Finds the co_extra slot Dynamo uses, given a code object on which it has just set a strategy. */
 bool find_extra_index(PyCodeObject *code);
@@ -40,7 +42,11 @@ bool lookup_is_special(); /* guard collectives or the skip_guard_eval_unsafe sta
 int64_t isolate_id();     /* -1: the default scope */
 bool fullgraph_counting();
 void fullgraph_count_hit();
-bool nested_compile_is_error();
+
+/* What a fullgraph caller allows the frames that compiled code calls: Dynamo as usual, none of it
+ * (silently), or something that stock is to decide (an error if Dynamo would compile). */
+enum class NestedFrames { allowed, skipped, stock };
+NestedFrames nested_frames();
 
 /* Replaces the C function behind torch._C._dynamo.eval_frame.set_eval_frame; returns the former one. */
 PyCFunction swap_set_eval_frame(PyCFunction replacement);

@@ -186,10 +186,13 @@ struct HookCall {
   dynamo::FrameRecord record;
 };
 
-/* RUN_CODE: what Dynamo does on a hit, under the callback that it would set. */
+/* RUN_CODE: what Dynamo does on a hit, under the callback that it would set. As hook_dispatch. */
 PyObject *run_compiled_code(const HookCall &c, Specialization *s) {
+  const dynamo::NestedFrames nested = dynamo::nested_frames();
+  if (nested == dynamo::NestedFrames::stock) return kMiss;
   PyObject *recursive = c.record.recursive == dynamo::Action::skip       ? Py_None
                         : c.record.recursive == dynamo::Action::run_only ? Py_False
+                        : nested == dynamo::NestedFrames::skipped      ? Py_None
                                                                          : c.callback;
   c.scm->counters.run_code++;
   s->hits++;
@@ -252,11 +255,11 @@ PyObject *hook_dispatch(HookCall &c) {
 
 /* As hook_dispatch. */
 PyObject *hook_frame(PyThreadState *ts, Frame *f, PyCodeObject *co, Scm *scm) {
-  if (!thread_allows(ts) || code_is_observed(co) || dynamo::nested_compile_is_error()) return kMiss;
+  if (!thread_allows(ts) || code_is_observed(co)) return kMiss;
   HookCall c{ts, f, co, scm, dynamo::callback(), {}};
   PyObject *result = kMiss;
   if (c.callback != Py_None && c.callback != Py_False && dynamo::frame_record(co, &c.record) &&
-      c.record.simple && !(c.record.frame == dynamo::Action::skip && dynamo::fullgraph_counting()))
+      c.record.simple)
     result = hook_dispatch(c);
   Py_DECREF(c.callback);
   return result;
@@ -414,7 +417,10 @@ PyObject *door_dispatch(Door *door, PyFunctionObject *function, const CallArgume
       if (active != Py_None) dynamo::set_callback(active);
       Py_DECREF(active);
     }
-    if (s != nullptr && result == kMiss) result = run_plan(scm, s, locals);
+    if (s != nullptr && result == kMiss) {
+      result = run_plan(scm, s, locals);
+      if (!skips) dynamo::fullgraph_count_hit(); /* as within a fullgraph caller */
+    }
     specialization_unref(s);
   }
   extras.release();
@@ -435,8 +441,7 @@ void door_back_off(Door *door) {
 PyObject *door_call(Door *door, PyObject *const *args, Py_ssize_t n, PyObject *keyword_names,
                     PyObject *keyword_dict) {
   PyThreadState *ts = PyThreadState_GET();
-  if (!thread_allows(ts) || dynamo::fullgraph_counting() || dynamo::nested_compile_is_error())
-    return kMiss;
+  if (!thread_allows(ts)) return kMiss;
   PyObject *self;
   PyFunctionObject *function = door_function(door, &self);
   if (function == nullptr || (PyCodeObject *)function->func_code != door->scm->code ||
