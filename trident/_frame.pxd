@@ -119,7 +119,8 @@ cdef extern from "runtime/frame.h" namespace "trident":
 
 cdef extern from "runtime/dynamo_api.h" namespace "trident::dynamo":
     const char *resolve(PyObject *set_eval_frame, PyObject *get_eval_frame_callback,
-                        PyObject *set_override, PyObject *no_override)
+                        PyObject *set_override, PyObject *no_override,
+                        PyObject *skip_override)
     cbool find_extra_index(PyCodeObject *code)
     ctypedef enum Action "trident::dynamo::Action":
         pass

@@ -311,13 +311,15 @@ def has_breakpoint(compiled_code: CodeType) -> bool:
     return debugger is not None and debugger.BREAKPOINT_MARKER in compiled_code.co_consts
 
 
-def eval_frame_functions() -> tuple[Any, Any, Any, Any]:
-    """The C functions that set and get Dynamo's callback of this thread (2.11 to 2.15), and those
-    for fullgraph callers in 2.11: the setter of the override and its value for none, else None."""
+def eval_frame_functions() -> tuple[Any, Any, Any, Any, Any]:
+    """The C functions that set and get Dynamo's callback of this thread (2.11 to 2.15), and for
+    fullgraph callers in 2.11 the setter of the override and its values for none and skip."""
     module: Any = torch._C._dynamo.eval_frame
     override = getattr(module, "set_eval_frame_override", None)
-    none = None if override is None else module._EvalFrameOverride.NONE
-    return module.set_eval_frame, module.get_eval_frame_callback, override, none
+    none = skip = None
+    if override is not None:
+        none, skip = module._EvalFrameOverride.NONE, module._EvalFrameOverride.SKIP
+    return module.set_eval_frame, module.get_eval_frame_callback, override, none, skip
 
 
 def code_with_record() -> CodeType:

@@ -22,6 +22,7 @@ int *fullgraph_count_ = nullptr;           /* absent before 2.12 */
 bool *nested_error_ = nullptr;             /* absent before 2.12 */
 PyObject *set_override_ = nullptr;         /* 2.11 only */
 PyObject *no_override_ = nullptr;
+PyObject *skip_override_ = nullptr;
 Py_ssize_t extra_index_ = -1;
 
 template <class T>
@@ -49,7 +50,7 @@ void find(void *library, const char *name, T *out) {
 } // namespace
 
 const char *resolve(PyObject *set_eval_frame, PyObject *get_eval_frame_callback,
-                    PyObject *set_override, PyObject *no_override) {
+                    PyObject *set_override, PyObject *no_override, PyObject *skip_override) {
   /* RTLD_DEFAULT does not see libtorch_python where torch._C was loaded RTLD_LOCAL. */
   void *library = dlopen("libtorch_python.so", RTLD_NOW | RTLD_NOLOAD);
   if (library == nullptr) return "libtorch_python.so";
@@ -73,6 +74,7 @@ const char *resolve(PyObject *set_eval_frame, PyObject *get_eval_frame_callback,
   if (set_override != Py_None && set_override_ == nullptr) {
     set_override_ = Py_NewRef(set_override);
     no_override_ = Py_NewRef(no_override);
+    skip_override_ = Py_NewRef(skip_override);
   }
   return nullptr;
 }
@@ -122,12 +124,13 @@ NestedFrames nested_frames() {
   if (set_override_ != nullptr) { /* 2.11 tells the value only to who sets another */
     PyObject *now = PyObject_CallOneArg(set_override_, no_override_);
     PyObject *back = now == nullptr ? nullptr : PyObject_CallOneArg(set_override_, now);
-    int same = back == nullptr ? -1 : PyObject_RichCompareBool(now, no_override_, Py_EQ);
+    NestedFrames result = NestedFrames::stock;
+    if (back != nullptr && PyObject_RichCompareBool(now, no_override_, Py_EQ) == 1) result = NestedFrames::allowed;
+    else if (back != nullptr && PyObject_RichCompareBool(now, skip_override_, Py_EQ) == 1) result = NestedFrames::skipped;
     Py_XDECREF(now);
     Py_XDECREF(back);
-    if (same == 1) return NestedFrames::allowed;
     PyErr_Clear();
-    return NestedFrames::stock;
+    return result;
   }
   if (nested_error_ != nullptr && *nested_error_) return NestedFrames::stock;
   return fullgraph_counting() ? NestedFrames::skipped : NestedFrames::allowed;
