@@ -1,6 +1,6 @@
 # The C++ runtime as the extension sees it: every extern declaration, and nothing else.
 from cpython.ref cimport PyObject
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libcpp cimport bool as cbool
 from libcpp.string cimport string
 from libcpp.vector cimport vector
@@ -26,6 +26,21 @@ cdef extern from "runtime/guards.h" namespace "trident":
     const char *const *guard_op_names()
     void set_guard_modules(PyObject *device_dict, PyObject *forward_ad)
 
+cdef extern from "runtime/program.h" namespace "trident":
+    cdef cppclass HostProgram:
+        HostProgram()
+        int n_inputs
+        int n_slots
+        vector[int] outputs
+        PyObject *globals
+        PyObject *globals_file
+    int program_add_call(HostProgram *program, const char *name, const char *overload,
+                         PyObject *arguments, PyObject *results)
+    cbool program_add_constant(HostProgram *program, PyObject *tensor)
+    void program_add_line(HostProgram *program, const char *file, const char *function, int line)
+    void program_set_function(HostProgram *program, uintptr_t address)
+    uintptr_t program_function_address(const char *name)
+
 cdef extern from "runtime/scm.h" namespace "trident":
     ctypedef int32_t (*PlanFunction)(PyObject **locals, PyObject **result) noexcept
     ctypedef struct Counters:
@@ -36,6 +51,8 @@ cdef extern from "runtime/scm.h" namespace "trident":
         GuardProgram *guards
         PlanFunction plan
         vector[int] plan_locals
+        PyObject *plan_globals
+        cbool has_program
         PyCodeObject *code
         PyObject *backend
         PyObject *handle

@@ -39,6 +39,76 @@ def op_names() -> tuple:
     return tuple(names)
 
 
+cdef class NativeProgram:
+    """A host program: operator calls by index, and the JIT'd function that makes them in order.
+
+    `globals_` and `file` are those of the user's function, for the warnings that operators give.
+    """
+
+    cdef HostProgram *native
+    cdef readonly object code
+    cdef object _globals
+    cdef object _file
+
+    def __cinit__(self, int n_inputs, int n_slots, dict globals_ not None, str file not None):
+        if n_inputs < 0 or n_slots < n_inputs:
+            raise ValueError(f"{n_inputs} inputs among {n_slots} slots")
+        self.native = new HostProgram()
+        self.native.n_inputs = n_inputs
+        self.native.n_slots = n_slots
+        self._globals = globals_
+        self._file = file
+        self.native.globals = <PyObject *>globals_
+        self.native.globals_file = <PyObject *>file
+
+    def __dealloc__(self):
+        del self.native
+
+    @property
+    def address(self) -> int:
+        """The HostProgram, for plans that run it."""
+        return <uintptr_t>self.native
+
+    def add_constant(self, tensor) -> None:
+        """The next slot holds this tensor from the start; raises TypeError for a subclass."""
+        if not program_add_constant(self.native, <PyObject *>tensor):
+            _propagate()
+
+    def add_call(self, str name, str overload, list arguments, list results) -> int:
+        """Appends a call of an operator and returns its index. `arguments`: (kind, value) for each of
+        the schema's, kind "constant", "default", "tensor" (a slot), "tensors" or "optional_tensors"
+        (lists of slots or None); `results`: for each return a slot, None, or a list of these."""
+        cdef bytes first = name.encode(), second = overload.encode()
+        cdef int index = program_add_call(self.native, first, second, <PyObject *>arguments,
+                                          <PyObject *>results)
+        if index < 0:
+            _propagate()
+        return index
+
+    def finish(self, list outputs, list lines) -> None:
+        """Sets the slots of the outputs and, per step, (file, function, line; 0 for none)."""
+        for slot in outputs:
+            if not 0 <= slot < self.native.n_slots:
+                raise ValueError(f"output slot {slot} of {self.native.n_slots}")
+            self.native.outputs.push_back(slot)
+        for file, function, line in lines:
+            program_add_line(self.native, file.encode(), function.encode(), line)
+
+    def set_function(self, uintptr_t address, code) -> None:
+        """The JIT'd function; `code` lives as long as this object."""
+        program_set_function(self.native, address)
+        self.code = code
+
+
+def program_function(str name) -> int:
+    """The address of a function of runtime/program.h that JIT'd code calls; ValueError for others."""
+    cdef bytes text = name.encode()
+    cdef uintptr_t address = program_function_address(text)
+    if address == 0:
+        raise ValueError(f"the runtime has no function {name}")
+    return address
+
+
 cdef class NativeSpecialization:
     """One specialization: its guard program and what runs when they pass.
 
@@ -83,6 +153,12 @@ cdef class NativeSpecialization:
         self.native.plan = <PlanFunction>address
         Py_INCREF(handle)
         self.native.handle = <PyObject *>handle
+
+    def set_program(self, dict globals_ not None) -> None:
+        """The plan runs a host program, and is for functions with these globals (which the handle
+        keeps alive)."""
+        self.native.has_program = True
+        self.native.plan_globals = <PyObject *>globals_
 
     def set_origin(self, code, backend, int64_t isolate_id, str annotation) -> None:
         """Dynamo's code object, backend and recompile scope (-1: the default one)."""

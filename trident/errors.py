@@ -15,5 +15,9 @@ class UnsupportedPlan(TridentError):
     """A frame whose bytecode has no native form: Dynamo's own code object runs instead."""
 
 
+class UnsupportedGraph(TridentError):
+    """A graph that has no native host program: it runs as stock runs it."""
+
+
 class BuildMismatchError(TridentError, ImportError):
     """The extension is missing, or was built for another Python or torch."""

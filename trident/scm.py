@@ -82,7 +82,10 @@ class Entry:
             spec.compiled_code, spec.backend, spec.isolate_id, spec.trace_annotation or ""
         )
         # The handle lives as long as the native twin: the plan's code, and the strict check's spec.
-        native.set_plan(built.plan_address, (spec, built.plan), built.plan_locals)
+        handle = (spec, built.plan, built.program, built.globals)
+        native.set_plan(built.plan_address, handle, built.plan_locals)
+        if built.program is not None and built.globals is not None:
+            native.set_program(built.globals)
         if spec.alive:
             self.native = native
 

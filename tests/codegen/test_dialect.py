@@ -72,7 +72,11 @@ def test_run_code_and_names_that_are_no_utf8() -> None:
 def test_every_operation_of_the_tables_exists() -> None:
     defined = {operation.OPERATION_NAME for operation in dialect.Scm.operations}
     named = {f"scm.{name}" for name in (*dialect.GUARD_OPS, *dialect.PLAN_OPS)}
-    assert defined == named | {"scm.pass", "scm.specialization"}
+    steps = {"input", "constant_tensor", "operator", "release", "grad_mode", "yield"}
+    assert defined == named | {
+        *("scm.pass", "scm.specialization", "scm.program"),
+        *(f"scm.{name}" for name in steps),
+    }
 
 
 def test_safe_text_runs_no_user_code() -> None:

@@ -305,6 +305,30 @@ def wrapper_code() -> CodeType:
     return _wrapper_codes()[0]
 
 
+def globals_of(spec: Any) -> dict[str, Any] | None:
+    """The globals of the function that was compiled (2.11 to 2.15)."""
+    scope = getattr(spec.guard_manager, "global_scope", None)
+    found = scope.get("G") if isinstance(scope, dict) else None
+    return found if type(found) is dict else None
+
+
+def utils() -> ModuleType:
+    """The module whose functions Dynamo's code calls (2.11 to 2.15)."""
+    return torch._dynamo.utils
+
+
+def is_helper(function: Any) -> bool:
+    """Does Dynamo's code call this function of :func:`utils` for an effect that it replays, and
+    does the function nothing else (2.11 to 2.15)?"""
+    return function is getattr(utils(), "object_setattr_ignore_descriptor", None)
+
+
+def is_profiling_helper(function: Any) -> bool:
+    """Does this function of :func:`utils` only mark the time for a profiler (2.11 to 2.15)?"""
+    names = ("record_pregraph_bytecode_enter", "record_pregraph_bytecode_exit")
+    return any(function is getattr(utils(), name, None) for name in names)
+
+
 def has_breakpoint(compiled_code: CodeType) -> bool:
     """Does Dynamo start its bytecode debugger when this code runs (2.12 to 2.15)?"""
     debugger = sys.modules.get("torch._dynamo.bytecode_debugger")

@@ -3,7 +3,8 @@
 One ``scm.specialization`` holds two regions of one block each. ``guards`` is straight-line:
 fetches produce ``!scm.object`` values, checks consume them, any of them that fails means that the
 guards fail, and ``scm.pass`` ends it. ``plan`` builds the frame's result out of its arguments and
-ends in ``scm.return``, or is ``scm.run_code`` when Dynamo's own code object has to run.
+ends in ``scm.return``, or is ``scm.run_code`` when Dynamo's own code object has to run. A graph is
+a ``scm.program`` beside it, a host program: its steps in order, on ``!scm.tensor`` values.
 
 Python objects cannot be MLIR attributes, and addresses would make text differ from run to run. So
 an attribute ``object``, ``type`` or ``id`` is an index into a side list (:class:`ObjectTable`) and
@@ -111,7 +112,20 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "check_leaf": ("object",),
 }
 GUARD_OPS = (*ROOT_FETCHES, *FETCHES, *ROOT_CHECKS, *CHECKS, "check_same", "check_no_alias")
-PLAN_OPS = ("argument", "free_variable", "constant", "tuple", "return", "run_code")
+# Steps of a plan that fetch or make an object, or have an effect, and their attributes.
+PLAN_STEPS: dict[str, tuple[str, ...]] = {
+    "get_attr": ("object",),
+    "get_item": (),
+    "get_global": ("object",),
+    "tuple": (),
+    "list": (),
+    "dict": (),
+    "call_helper": (),
+}
+PLAN_OPS = (
+    *("argument", "free_variable", "constant", "return", "run_code", "run_program"),
+    *PLAN_STEPS,
+)
 
 
 class Scm(ext.Dialect, name="scm"):  # type: ignore[call-arg]
@@ -120,6 +134,10 @@ class Scm(ext.Dialect, name="scm"):  # type: ignore[call-arg]
 
 class ObjectType(Scm.Type, name="object"):  # type: ignore[call-arg,name-defined]
     """``!scm.object``: a Python object."""
+
+
+class TensorType(Scm.Type, name="tensor"):  # type: ignore[call-arg,name-defined]
+    """``!scm.tensor``: a tensor of a host program, which operators may change in place."""
 
 
 def _define(name: str, fields: dict[str, Any], *, terminator: bool = False) -> None:
@@ -146,9 +164,23 @@ def _define_operations() -> None:
     _define("argument", {"index": integer, **result})
     _define("free_variable", {"index": integer, **result})
     _define("constant", {"object": integer, **result})
-    _define("tuple", {"items": Sequence[value], **result})  # type: ignore[valid-type]
+    values = {"values": Sequence[value]}  # type: ignore[valid-type]
+    for name, attributes in PLAN_STEPS.items():
+        _define(name, {**values, **dict.fromkeys(attributes, integer), **result})
+    outputs = {"outputs": Sequence[ext.Result[ObjectType]]}
+    _define("run_program", {**values, **outputs})
     _define("return", {"value": value}, terminator=True)
     _define("run_code", {"reason": ir.StringAttr}, terminator=True)
+    tensor = ext.Operand[TensorType]
+    tensors = {"tensors": Sequence[tensor]}  # type: ignore[valid-type]
+    _define("input", {"index": integer, "result": ext.Result[TensorType]})
+    _define("constant_tensor", {"object": integer, "result": ext.Result[TensorType]})
+    made = {"results": Sequence[ext.Result[TensorType]]}
+    _define("operator", {**tensors, "name": ir.StringAttr, "object": integer, **label, **made})
+    _define("release", {"tensor": tensor})
+    _define("grad_mode", {"enabled": integer})
+    _define("yield", tensors, terminator=True)
+    _define("program", {"inputs": integer, "body": ext.Region})
     _define(
         "specialization",
         {
@@ -261,6 +293,14 @@ class Program:
         """The block of the region "guards" or "plan"."""
         return self.specialization.operation.regions[("guards", "plan").index(region)].blocks[0]
 
+    @property
+    def program_block(self) -> ir.Block | None:
+        """The block of the ``scm.program``, or None if there is none."""
+        for op in self.module.body:
+            if op.operation.name == "scm.program":
+                return op.operation.regions[0].blocks[0]
+        return None
+
     def framelocals(self) -> tuple[str, ...]:
         """The names that ``scm.local`` and ``scm.argument`` index."""
         return tuple(item.value for item in self.specialization.attributes["framelocals"])
@@ -321,7 +361,10 @@ class Emitter:
     :meth:`ObjectTable.add`.
     """
 
-    __slots__ = ("_index_type", "_integers", "_object_type", "guards", "plan", "program")
+    __slots__ = (
+        *("_index_type", "_integers", "_object_type", "_tensor_type"),
+        *("body", "guards", "plan", "program"),
+    )
 
     def __init__(self, code: str, framelocals: Sequence[str]) -> None:
         module = ir.Module.create()
@@ -340,7 +383,9 @@ class Emitter:
         )
         self.guards = ir.InsertionPoint(operation.regions[0].blocks.append())
         self.plan = ir.InsertionPoint(operation.regions[1].blocks.append())
+        self.body: ir.InsertionPoint | None = None
         self._object_type = [ObjectType.get()]
+        self._tensor_type = TensorType.get()
         self._index_type = ir.IntegerType.get_signless(64)
         self._integers: dict[int, ir.Attribute] = {}
 
@@ -373,6 +418,59 @@ class Emitter:
             attributes={key: self.integer(value) for key, value in attributes.items()},
             ip=point,
         )
+
+    def start_program(self, n_inputs: int) -> None:
+        """Add a ``scm.program``; :attr:`body` is where its steps go."""
+        operation = ir.Operation.create(
+            "scm.program",
+            regions=1,
+            attributes={"inputs": self.integer(n_inputs)},
+            ip=ir.InsertionPoint(self.program.module.body),
+        )
+        self.body = ir.InsertionPoint(operation.regions[0].blocks.append())
+
+    def drop_program(self) -> None:
+        """Take the ``scm.program`` away again."""
+        for op in list(self.program.module.body):
+            if op.operation.name == "scm.program":
+                op.operation.erase()
+
+    def step(
+        self,
+        name: str,
+        operands: Sequence[ir.Value] = (),
+        *,
+        results: int = 0,
+        operator: str | None = None,
+        **attributes: int,
+    ) -> list[ir.Value]:
+        """Append a step to the ``scm.program``, with that many tensors as results."""
+        fields: dict[str, Any] = {key: self.integer(value) for key, value in attributes.items()}
+        if operator is not None:
+            fields["name"] = ir.StringAttr.get(operator)
+        operation = ir.Operation.create(
+            f"scm.{name}",
+            results=[self._tensor_type] * results,
+            operands=operands,
+            attributes=fields,
+            ip=self.body,
+        )
+        return list(operation.results)
+
+    def run_program(self, operands: Sequence[ir.Value], n_outputs: int) -> list[ir.Value]:
+        """Append ``scm.run_program`` to the plan; returns the outputs."""
+        operation = ir.Operation.create(
+            "scm.run_program",
+            results=self._object_type * n_outputs,
+            operands=operands,
+            ip=self.plan,
+        )
+        return list(operation.results)
+
+    def label(self, text: str) -> int:
+        """The index of `text` among the labels, as an attribute ``label``."""
+        self.program.labels.append(text)
+        return len(self.program.labels) - 1
 
     def run_code(self, reason: str) -> None:
         """End the plan: Dynamo's own code object runs, for `reason`."""

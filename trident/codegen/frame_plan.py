@@ -1,8 +1,8 @@
-"""What a frame does, when all it does is build its result out of its arguments and constants.
+"""What a frame does around its graph: fetch inputs, build the result, replay effects.
 
 :func:`analyze` evaluates a code object symbolically. The bytecode must be straight-line and use
 the instructions listed here only; everything else raises :class:`UnsupportedPlan` that names the
-instruction. Such a frame runs no user code and has no effects, so a plan may be abandoned halfway.
+instruction. Nothing has an effect before the graph is called: until then a plan may be abandoned.
 
 Pure standard library, for CPython 3.11 to 3.13: no torch, no MLIR.
 """
@@ -12,9 +12,10 @@ from __future__ import annotations
 import dataclasses
 import dis
 import inspect
+import sys
 from collections.abc import Callable
-from types import CodeType
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, Protocol
 
 from trident.errors import TridentError, UnsupportedPlan
 
@@ -36,30 +37,88 @@ class Constant:
 
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
-class Tuple:
-    """A new tuple. Used twice, it is the same object twice."""
+class Known:
+    """An object that Dynamo put into the globals for its own code, or an attribute of one. It does
+    not change, and is never a result."""
 
-    items: tuple[Expression, ...]
+    value: Any
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class Null:
+    """What the interpreter pushes beside a callable."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Scratch:
-    """A new list of the evaluation's own. Dynamo's code for a frame without a graph makes some and
-    drops them; a result must not contain one."""
+class Container:
+    """A new tuple, list or dict (`kind`); of a dict, `items` are keys and values in turn. It is
+    made once, however often it is used, with what it holds at the end."""
 
+    kind: str
     items: list[Expression]
 
 
-Expression = Argument | Constant | Tuple | Scratch
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class Step:
+    """What happens at its place in the order of the code. `kind`: "get_attr" (`constant` is the
+    name), "get_item" (of a value and a key), "get_global" (`constant` is the name) or "call_helper"
+    (of a Constant and arguments)."""
+
+    kind: str
+    values: tuple[Expression, ...]
+    constant: Any = None
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class GraphCall:
+    """The call of Dynamo's graph; `function` is the global."""
+
+    function: Any
+    values: tuple[Expression, ...]
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class Output:
+    """An output of the graph."""
+
+    call: GraphCall
+    index: int
+
+
+Expression = Argument | Constant | Known | Null | Container | Step | GraphCall | Output
 
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class Plan:
-    """The frame's `result`. `loaded`: what must be bound, whether or not the result needs it."""
+    """The frame's `result`. `loaded`: what must be bound, whether or not the result needs it.
+    `steps` happen in their order, then the containers are made that are needed."""
 
     result: Expression
     loaded: tuple[Argument, ...]
+    steps: tuple[Step | GraphCall, ...]
     code_name: str
+
+    @property
+    def call(self) -> GraphCall | None:
+        """The call of the graph, if there is one."""
+        calls = [step for step in self.steps if isinstance(step, GraphCall)]
+        return calls[0] if calls else None
+
+
+class Globals(Protocol):
+    """What is known of the globals of Dynamo's code."""
+
+    def graph(self, name: str) -> Any:
+        """The function of the graph that the global `name` is, or None."""
+
+    def helpers(self, name: str) -> Any:
+        """The module of Dynamo's own helper functions that the global `name` is, or None."""
+
+    def is_helper(self, function: Any) -> bool:
+        """May a plan call this function of that module?"""
+
+    def is_profiling(self, function: Any) -> bool:
+        """Does this function of that module nothing unless a profiler is on?"""
 
 
 def framelocals_names(code: CodeType) -> tuple[str, ...]:
@@ -68,16 +127,17 @@ def framelocals_names(code: CodeType) -> tuple[str, ...]:
     return code.co_varnames + cells + code.co_freevars
 
 
-def analyze(code: CodeType, framelocals: tuple[str, ...]) -> Plan:
+def analyze(code: CodeType, framelocals: tuple[str, ...], known: Globals | None = None) -> Plan:
     """The plan of `code`, a frame whose arguments arrive as the locals named `framelocals`.
 
-    `code` may be the user's code, or what Dynamo made of it. Raises UnsupportedPlan, naming the
-    instruction, for anything but straight-line code that returns arguments, free variables,
-    constants and tuples of them.
+    `code` may be the user's code, or what Dynamo made of it; then `known` tells of its globals.
+    Raises UnsupportedPlan, naming the instruction, for anything but straight-line code that fetches
+    arguments, free variables, attributes, items and globals, calls at most one graph, then Dynamo's
+    own helpers, and returns what it has, or tuples, lists and dicts of that.
     """
     if code.co_exceptiontable:
         raise UnsupportedPlan(f"{_place(code)}: it handles exceptions")
-    frame = _Frame(code, framelocals)
+    frame = _Frame(code, framelocals, known)
     for instruction in dis.get_instructions(code):
         if instruction.opname in _IGNORED:
             continue
@@ -86,29 +146,26 @@ def analyze(code: CodeType, framelocals: tuple[str, ...]) -> Plan:
             raise frame.unsupported(instruction)
         result = rule(frame, instruction)
         if result is not None:
-            if _has_scratch(result):
-                raise frame.unsupported(instruction, "the result contains a list")
-            return Plan(result, tuple(frame.arguments.values()), code.co_name)
+            frame.check_value(instruction, result)
+            loaded = tuple(frame.arguments.values())
+            return Plan(result, loaded, tuple(frame.steps), code.co_name)
     raise UnsupportedPlan(f"{_place(code)}: it does not return")
-
-
-def _has_scratch(value: Expression) -> bool:
-    if isinstance(value, Tuple):
-        return any(map(_has_scratch, value.items))
-    return isinstance(value, Scratch)
 
 
 class _Frame:
     """The symbolic state: value stack and locals. Locals are keyed by their fast index."""
 
-    def __init__(self, code: CodeType, framelocals: tuple[str, ...]) -> None:
+    def __init__(self, code: CodeType, framelocals: tuple[str, ...], known: Globals | None) -> None:
         self.code = code
+        self.known = known
+        self.steps: list[Step | GraphCall] = []
         self.framelocals = framelocals
         self.names = framelocals_names(code)
         self.stack: list[Expression] = []
         self.arguments: dict[int, Argument] = {}
         self.assigned: dict[int, Expression] = {}
         self.cells: set[int] = set()
+        self.called = False  # the graph; what was fetched may be abandoned until then
         self.n_arguments = code.co_argcount + code.co_kwonlyargcount
         self.n_arguments += bool(code.co_flags & inspect.CO_VARARGS)
         self.n_arguments += bool(code.co_flags & inspect.CO_VARKEYWORDS)
@@ -138,6 +195,24 @@ class _Frame:
             raise self.unsupported(instruction, "the value stack is empty")
         return self.stack.pop()
 
+    def pop_value(self, instruction: dis.Instruction) -> Expression:
+        """What is on top of the stack, which must be an object of the user's."""
+        value = self.pop(instruction)
+        self.check_value(instruction, value)
+        return value
+
+    def pop_values(self, instruction: dis.Instruction, n: int) -> list[Expression]:
+        """The topmost `n` values, the last one on top."""
+        return [self.pop_value(instruction) for _ in range(n)][::-1]
+
+    def check_value(self, instruction: dis.Instruction, value: Expression) -> None:
+        if isinstance(value, (Known, Null, GraphCall)):
+            raise self.unsupported(instruction, "what it uses is not an object of the user's")
+
+    def add(self, step: Step | GraphCall) -> None:
+        self.steps.append(step)
+        self.stack.append(step)
+
     def unsupported(self, instruction: dis.Instruction, why: str = "") -> UnsupportedPlan:
         text = f"{instruction.opname} {instruction.argrepr}".strip()
         reason = f" ({why})" if why else ""
@@ -152,7 +227,7 @@ def _place(code: CodeType) -> str:
 
 
 # Instructions without effect on the symbolic state.
-_IGNORED = frozenset({"RESUME", "NOP", "COPY_FREE_VARS", "CACHE", "EXTENDED_ARG"})
+_IGNORED = frozenset({"RESUME", "NOP", "COPY_FREE_VARS", "CACHE", "EXTENDED_ARG", "PRECALL"})
 
 _Rule = Callable[[_Frame, dis.Instruction], "Expression | None"]
 _RULES: dict[str, _Rule] = {}
@@ -223,25 +298,143 @@ def _make_cell(frame: _Frame, instruction: dis.Instruction) -> None:
     frame.cells.add(_argument(instruction))
 
 
-@_rule("BUILD_TUPLE")
-def _build_tuple(frame: _Frame, instruction: dis.Instruction) -> None:
-    items = [frame.pop(instruction) for _ in range(_argument(instruction))]
-    frame.stack.append(Tuple(tuple(reversed(items))))
+@_rule("BUILD_TUPLE", "BUILD_LIST")
+def _build_sequence(frame: _Frame, instruction: dis.Instruction) -> None:
+    kind = instruction.opname.removeprefix("BUILD_").lower()
+    frame.stack.append(Container(kind, frame.pop_values(instruction, _argument(instruction))))
 
 
-@_rule("BUILD_LIST")
-def _build_list(frame: _Frame, instruction: dis.Instruction) -> None:
-    items = [frame.pop(instruction) for _ in range(_argument(instruction))]
-    frame.stack.append(Scratch(items[::-1]))
+@_rule("BUILD_MAP")
+def _build_map(frame: _Frame, instruction: dis.Instruction) -> None:
+    items = frame.pop_values(instruction, 2 * _argument(instruction))
+    _add_dict(frame, instruction, items)
+
+
+@_rule("BUILD_CONST_KEY_MAP")
+def _build_const_key_map(frame: _Frame, instruction: dis.Instruction) -> None:
+    keys, n = frame.pop_value(instruction), _argument(instruction)
+    values = frame.pop_values(instruction, n)
+    if not isinstance(keys, Constant) or len(keys.value) != n:
+        raise frame.unsupported(instruction)
+    pairs = zip(map(Constant, keys.value), values, strict=True)
+    _add_dict(frame, instruction, [item for pair in pairs for item in pair])
+
+
+def _add_dict(frame: _Frame, instruction: dis.Instruction, items: list[Expression]) -> None:
+    for key in items[::2]:
+        # Others may have a __hash__ or __eq__ of their own, which would run at another time.
+        if not isinstance(key, Constant) or type(key.value) not in (str, int, bool, type(None)):
+            raise frame.unsupported(instruction, "a key is no plain constant")
+    frame.stack.append(Container("dict", items))
 
 
 @_rule("LIST_EXTEND")
 def _list_extend(frame: _Frame, instruction: dis.Instruction) -> None:
-    added, depth = frame.pop(instruction), _argument(instruction)
-    target = frame.stack[-depth] if 0 < depth <= len(frame.stack) else None
-    if not isinstance(target, Scratch) or not isinstance(added, (Tuple, Scratch)):
+    added, target = frame.pop(instruction), _list_below(frame, instruction)
+    if not isinstance(added, Container) or added.kind == "dict":
         raise frame.unsupported(instruction)
     target.items.extend(added.items)
+
+
+@_rule("LIST_APPEND")
+def _list_append(frame: _Frame, instruction: dis.Instruction) -> None:
+    added, target = frame.pop_value(instruction), _list_below(frame, instruction)
+    target.items.append(added)
+
+
+def _list_below(frame: _Frame, instruction: dis.Instruction) -> Container:
+    depth = _argument(instruction)
+    target = frame.stack[-depth] if 0 < depth <= len(frame.stack) else None
+    if not isinstance(target, Container) or target.kind != "list":
+        raise frame.unsupported(instruction)
+    return target
+
+
+@_rule("PUSH_NULL")
+def _push_null(frame: _Frame, instruction: dis.Instruction) -> None:
+    frame.stack.append(Null())
+
+
+@_rule("LOAD_GLOBAL")
+def _load_global(frame: _Frame, instruction: dis.Instruction) -> None:
+    name, null = instruction.argval, bool(_argument(instruction) & 1)
+    if null and sys.version_info < (3, 13):
+        frame.stack.append(Null())
+    known = frame.known
+    if known is None:
+        raise frame.unsupported(instruction)
+    graph, helpers = known.graph(name), known.helpers(name)
+    if graph is not None or helpers is not None:
+        frame.stack.append(Known(helpers if graph is None else graph))
+    else:
+        frame.add(Step("get_global", (), name))
+    if null and sys.version_info >= (3, 13):
+        frame.stack.append(Null())
+
+
+@_rule("LOAD_ATTR")
+def _load_attr(frame: _Frame, instruction: dis.Instruction) -> None:
+    name = frame.code.co_names[_argument(instruction) >> (sys.version_info >= (3, 12))]
+    method = sys.version_info >= (3, 12) and bool(_argument(instruction) & 1)
+    owner = frame.pop(instruction)
+    if isinstance(owner, Known) and isinstance(owner.value, ModuleType) and not method:
+        frame.stack.append(Known(getattr(owner.value, name)))
+        return
+    frame.check_value(instruction, owner)
+    if method or frame.known is None:
+        raise frame.unsupported(instruction)
+    frame.add(Step("get_attr", (owner,), name))
+
+
+@_rule("BINARY_SUBSCR")
+def _binary_subscr(frame: _Frame, instruction: dis.Instruction) -> None:
+    key, owner = frame.pop_value(instruction), frame.pop(instruction)
+    if isinstance(owner, GraphCall) and isinstance(key, Constant) and type(key.value) is int:
+        frame.stack.append(Output(owner, key.value))
+        return
+    frame.check_value(instruction, owner)
+    if frame.known is None or isinstance(owner, Container):
+        raise frame.unsupported(instruction)
+    frame.add(Step("get_item", (owner, key)))
+
+
+@_rule("COPY")
+def _copy(frame: _Frame, instruction: dis.Instruction) -> None:
+    depth = _argument(instruction)
+    if not 0 < depth <= len(frame.stack):
+        raise frame.unsupported(instruction, "the value stack is too short")
+    frame.stack.append(frame.stack[-depth])
+
+
+@_rule("DELETE_FAST")
+def _delete_fast(frame: _Frame, instruction: dis.Instruction) -> None:
+    if frame.assigned.pop(_argument(instruction), None) is None:
+        raise frame.unsupported(instruction, "an argument of the frame")
+
+
+@_rule("CALL")
+def _call(frame: _Frame, instruction: dis.Instruction) -> None:
+    arguments = [frame.pop(instruction) for _ in range(_argument(instruction))][::-1]
+    pair = [frame.pop(instruction), frame.pop(instruction)]
+    functions = [item for item in pair if not isinstance(item, Null)]
+    if len(functions) != 1 or not isinstance(functions[0], Known) or frame.known is None:
+        raise frame.unsupported(instruction, "what it calls is not known")
+    function = functions[0].value
+    if frame.known.is_profiling(function):
+        frame.stack.append(Known(None))
+        return
+    for argument in arguments:
+        frame.check_value(instruction, argument)
+    if frame.known.is_helper(function):
+        if not frame.called:
+            raise frame.unsupported(instruction, "a helper that is called before the graph")
+        values = (Constant(function), *arguments)
+        frame.add(Step("call_helper", values))
+    elif frame.called or isinstance(function, ModuleType):
+        raise frame.unsupported(instruction, "what it calls is not known")
+    else:
+        frame.called = True
+        frame.add(GraphCall(function, tuple(arguments)))
 
 
 @_rule("SWAP")

@@ -5,10 +5,11 @@ frame's locals by index, borrowed. It returns
 
     HIT (0)     a new reference is in ``*result``
     RAISED (1)  a Python error is set
+    STOCK (2)   nothing has happened, and stock is to run the frame
 
-and must be called with the GIL held, by a caller that holds the locals. What it owns, the tuples
-that it makes, has one release, on the one way out: the k-th release block drops the k-th tuple and
-goes on to the one before; the result has a reference of its own.
+and must be called with the GIL held, by a caller that holds the locals. What it owns, the objects
+that it fetches and makes, has one release, on the one way out: the k-th release block drops the
+k-th object and goes on to the one before; the result has a reference of its own.
 
 A free variable whose cell is empty arrives as NULL. The plan then raises what the interpreter
 raises, but without the frame's line in the traceback: a caller that wants that line runs the frame
@@ -28,18 +29,27 @@ from typing import Any
 from torch_mlir import ir
 from torch_mlir.dialects import llvm
 
+from trident import _frame
 from trident.codegen.dialect import Emitter, ObjectTable, Program, session
-from trident.codegen.frame_plan import Argument, Constant, Expression, Plan
+from trident.codegen.frame_plan import (
+    Argument,
+    Constant,
+    Container,
+    Expression,
+    GraphCall,
+    Output,
+    Plan,
+)
 from trident.codegen.jit import c_api
 from trident.codegen.registry import register
 from trident.errors import UnsupportedPlan
 
-HIT, RAISED = 0, 1
+HIT, RAISED, STOCK = 0, 1, 2
 ENTRY = "plan"
 
 
-def emit_plan(plan: Plan, emitter: Emitter) -> None:
-    """Fill the plan of `emitter`'s program with `plan`."""
+def emit_plan(plan: Plan, emitter: Emitter, n_outputs: int = 0) -> None:
+    """Fill the plan of `emitter`'s program with `plan`; its graph has `n_outputs` outputs."""
     point, objects = emitter.plan, emitter.program.objects
 
     def emit_load(load: Argument) -> ir.Value:
@@ -48,6 +58,7 @@ def emit_plan(plan: Plan, emitter: Emitter) -> None:
 
     # First what may raise, in the frame's order: then nothing has been made yet.
     values: dict[int, ir.Value] = {id(load): emit_load(load) for load in plan.loaded}
+    outputs: list[ir.Value] = []
 
     def emit(expression: Expression) -> ir.Value:
         value = values.get(id(expression))
@@ -56,11 +67,23 @@ def emit_plan(plan: Plan, emitter: Emitter) -> None:
                 value = emitter.value(point, "constant", [], object=objects.add(expression.value))
             elif isinstance(expression, Argument):
                 value = emit_load(expression)
+            elif isinstance(expression, Output):
+                value = outputs[expression.index]
+            elif isinstance(expression, Container):
+                items = [emit(item) for item in expression.items]
+                value = emitter.value(point, expression.kind, items)
             else:
-                value = emitter.value(point, "tuple", [emit(item) for item in expression.items])
+                raise UnsupportedPlan(f"{plan.code_name}: a step is used before it happens")
             values[id(expression)] = value
         return value
 
+    for step in plan.steps:
+        operands = [emit(value) for value in step.values]
+        if isinstance(step, GraphCall):
+            outputs = emitter.run_program(operands, n_outputs)
+            continue
+        named = {} if step.constant is None else {"object": objects.add(step.constant)}
+        values[id(step)] = emitter.value(point, step.kind, operands, **named)
     emitter.effect(point, "return", [emit(plan.result)])
 
 
@@ -73,13 +96,16 @@ class NativePlan:
     keepalive: list[Any]
 
 
-def lower_plan(program: Program) -> NativePlan:
+def lower_plan(
+    program: Program, native_program: int = 0, globals_: dict[str, Any] | None = None
+) -> NativePlan:
     """The native function of the plan of `program`.
 
-    Raises UnsupportedPlan if the plan is ``scm.run_code`` or an operation has no rule.
+    `native_program` is the address of the host program that it runs, `globals_` where it fetches
+    globals. Raises UnsupportedPlan if the plan is ``scm.run_code`` or an operation has no rule.
     """
     with session():
-        context = Context(program.objects, program.framelocals())
+        context = Context(program.objects, program.framelocals(), native_program, globals_)
         values: dict[ir.Value, ir.Value] = {}
         for view in program.block("plan"):
             op = view.operation
@@ -89,9 +115,10 @@ def lower_plan(program: Program) -> NativePlan:
                     f"{op.name} has no lowering to LLVM; Dynamo's own code runs instead "
                     "(add a rule to trident/codegen/lower_plan.py)"
                 )
-            value = rule(context, op, [values[operand] for operand in op.operands])
-            if value is not None:
-                values[op.results[0]] = value
+            made = rule(context, op, [values[operand] for operand in op.operands])
+            if made is not None:
+                results = made if isinstance(made, list) else [made]
+                values.update(zip(op.results, results, strict=True))
         return NativePlan(context.module, context.symbols, context.keepalive)
 
 
@@ -106,13 +133,23 @@ class Context:
         "_types",
         "block",
         "entry",
+        "globals",
         "keepalive",
         "module",
+        "native_program",
         "symbols",
     )
 
-    def __init__(self, objects: ObjectTable, framelocals: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        objects: ObjectTable,
+        framelocals: tuple[str, ...],
+        native_program: int,
+        globals_: dict[str, Any] | None,
+    ) -> None:
         self._objects = objects
+        self.native_program = native_program
+        self.globals = globals_
         self._framelocals = framelocals
         self._types = {
             text: ir.Type.parse(text)
@@ -125,6 +162,10 @@ class Context:
                 "!llvm.func<void (ptr)>",
                 "!llvm.func<void (ptr, ptr)>",
                 "!llvm.func<ptr (i64, ...)>",
+                "!llvm.func<ptr (ptr, ptr)>",
+                "!llvm.func<ptr (ptr, i64)>",
+                "!llvm.func<ptr (ptr, ptr, i64, ptr)>",
+                "!llvm.func<i32 (ptr, ptr, ptr)>",
             )
         }
         self._external = ir.Attribute.parse("#llvm.linkage<external>")
@@ -177,16 +218,74 @@ class Context:
     def new_tuple(self, items: Sequence[ir.Value]) -> ir.Value:
         """A new tuple of `items`, owned by the function."""
         size = self.integer("i64", len(items))
-        made = self._call("PyTuple_Pack", "!llvm.func<ptr (i64, ...)>", [size, *items])
+        return self.own(self._call("PyTuple_Pack", "!llvm.func<ptr (i64, ...)>", [size, *items]))
+
+    def call(self, name: str, signature: str, operands: list[ir.Value]) -> ir.Value:
+        """What the function `name` returns, a new reference or NULL with an error set."""
+        return self.own(self._call(name, signature, operands))
+
+    def array(self, items: Sequence[ir.Value]) -> ir.Value:
+        """An array of `items` on the stack."""
+        array = self.space(len(items))
+        for position, item in enumerate(items):
+            with ir.InsertionPoint(self.block):
+                llvm.StoreOp(item, self._element(array, position))
+        return array
+
+    def space(self, n: int) -> ir.Value:
+        """Room for `n` pointers on the stack."""
+        pointer = self.kind("!llvm.ptr")
+        with ir.InsertionPoint(self.block):
+            size = llvm.ConstantOp(
+                self.kind("i64"), ir.IntegerAttr.get(self.kind("i64"), max(n, 1))
+            ).result
+            return llvm.AllocaOp(pointer, size, pointer).result
+
+    def _element(self, array: ir.Value, position: int) -> ir.Value:
+        pointer = self.kind("!llvm.ptr")
+        no_flags = ir.IntegerAttr.get(self.kind("i32"), 0)
+        return llvm.GEPOp(pointer, array, [], [position], pointer, no_flags).result
+
+    def run_program(self, inputs: Sequence[ir.Value], n_outputs: int) -> list[ir.Value]:
+        """The outputs of the host program, owned by the function."""
+        outputs = self.space(n_outputs)
+        program = self.address("host_program", self.native_program)
+        operands = [program, self.array(inputs), outputs]
+        status = self._call(
+            "trident_program_run", "!llvm.func<i32 (ptr, ptr, ptr)>", operands, self.kind("i32")
+        )
+        after = self.block.create_after()
+        with ir.InsertionPoint(self.block):
+            zero = llvm.ConstantOp(self.kind("i32"), ir.IntegerAttr.get(self.kind("i32"), 0)).result
+            equal = ir.IntegerAttr.get(self.kind("i64"), 0)
+            done = llvm.ICmpOp(equal, status, zero).result
+            llvm.CondBrOp(done, [], [status], after, self._releases[-1])
+        self.block = after
+        values = []
+        for position in range(n_outputs):
+            with ir.InsertionPoint(self.block):
+                slot = self._element(outputs, position)
+                values.append(llvm.LoadOp(self.kind("!llvm.ptr"), slot).result)
+        for value in values:
+            self._release_at_the_end(value)
+        return values
+
+    def own(self, made: ir.Value) -> ir.Value:
+        """`made`, a new reference that is dropped at the end; where it is NULL, an error is set."""
         failed = self._leave_if_null(made)
         after, self.block = self.block, failed
         self._branch(self._releases[-1], self.integer("i32", RAISED))
+        self.block = after
+        self._release_at_the_end(made)
+        return made
+
+    def _release_at_the_end(self, value: ir.Value) -> None:
+        after = self.block
         release = self.block = self._releases[-1].create_before(self.kind("i32"))
-        self._call("Py_DecRef", "!llvm.func<void (ptr)>", [made])
+        self._call("Py_DecRef", "!llvm.func<void (ptr)>", [value])
         self._branch(self._releases[-1], release.arguments[0])
         self._releases.append(release)
         self.block = after
-        return made
 
     def finish(self, value: ir.Value) -> None:
         """Return `value` as a hit."""
@@ -197,8 +296,13 @@ class Context:
 
     def _external_object(self, name: str, value: Any) -> ir.Value:
         if name not in self.symbols:
-            self.symbols[name] = id(value)
             self.keepalive.append(value)
+        return self.address(name, id(value))
+
+    def address(self, name: str, value: int) -> ir.Value:
+        """The address `value`, linked as the symbol `name`."""
+        if name not in self.symbols:
+            self.symbols[name] = value
             with ir.InsertionPoint(self.module.body):
                 llvm.GlobalOp(self.kind("i8"), name, self._external)
         with ir.InsertionPoint(self.block):
@@ -225,14 +329,23 @@ class Context:
             kind = ir.TypeAttr.get(self.kind(signature))
             return llvm.LLVMFuncOp(name, kind, linkage=self._external)
 
-    def _call(self, name: str, signature: str, operands: list[ir.Value]) -> ir.Value | None:
+    def _call(
+        self,
+        name: str,
+        signature: str,
+        operands: list[ir.Value],
+        result: ir.Type | None = None,
+    ) -> ir.Value | None:
         if name not in self.symbols:
-            self.symbols[name] = c_api(name)
+            ours = name.startswith("trident_")
+            self.symbols[name] = _frame.program_function(name) if ours else c_api(name)
             self._declare(name, signature)
         variadic = "..." in signature
+        if result is None and signature.startswith("!llvm.func<ptr"):
+            result = self.kind("!llvm.ptr")
         with ir.InsertionPoint(self.block):
             return llvm.CallOp(
-                self.kind("!llvm.ptr") if variadic else None,
+                result,
                 operands,
                 [],
                 [],
@@ -241,7 +354,7 @@ class Context:
             ).result
 
 
-PlanRule = Callable[[Context, ir.Operation, list[ir.Value]], "ir.Value | None"]
+PlanRule = Callable[[Context, ir.Operation, list[ir.Value]], "ir.Value | list[ir.Value] | None"]
 PLAN_RULES: dict[str, PlanRule] = {}
 
 
@@ -276,6 +389,54 @@ def lower_constant(context: Context, op: ir.Operation, operands: list[ir.Value])
 @plan_rule("tuple")
 def lower_tuple(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
     return context.new_tuple(operands)
+
+
+@plan_rule("list", "dict")
+def lower_list_or_dict(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
+    function = f"trident_build_{op.name.removeprefix('scm.')}"
+    n = context.integer("i64", len(operands))
+    return context.call(function, "!llvm.func<ptr (ptr, i64)>", [context.array(operands), n])
+
+
+@plan_rule("get_attr")
+def lower_get_attr(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
+    name = context.object(op.attributes["object"].value)
+    return context.call("PyObject_GetAttr", "!llvm.func<ptr (ptr, ptr)>", [operands[0], name])
+
+
+@plan_rule("get_item")
+def lower_get_item(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
+    return context.call("PyObject_GetItem", "!llvm.func<ptr (ptr, ptr)>", operands)
+
+
+@plan_rule("get_global")
+def lower_get_global(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
+    if context.globals is None:
+        raise UnsupportedPlan("the globals of the function are not known")
+    # The caller keeps the dict alive: a function with other globals does not get here.
+    globals_ = context.address("globals", id(context.globals))
+    name = context.object(op.attributes["object"].value)
+    return context.call("trident_get_global", "!llvm.func<ptr (ptr, ptr)>", [globals_, name])
+
+
+@plan_rule("call_helper")
+def lower_call_helper(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
+    function, *arguments = operands
+    n = context.integer("i64", len(arguments))
+    with ir.InsertionPoint(context.block):
+        no_keywords = llvm.ZeroOp(context.kind("!llvm.ptr")).result
+    signature = "!llvm.func<ptr (ptr, ptr, i64, ptr)>"
+    values = [function, context.array(arguments), n, no_keywords]
+    return context.call("PyObject_Vectorcall", signature, values)
+
+
+@plan_rule("run_program")
+def lower_run_program(
+    context: Context, op: ir.Operation, operands: list[ir.Value]
+) -> list[ir.Value]:
+    if context.native_program == 0:
+        raise UnsupportedPlan("the graph has no host program")
+    return context.run_program(operands, len(op.results))
 
 
 @plan_rule("return")

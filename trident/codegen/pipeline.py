@@ -9,17 +9,28 @@ from __future__ import annotations
 import dataclasses
 import time
 from types import CodeType
+from typing import Any
 
 from torch_mlir import ir
 
+from trident.capture import dynamo
+from trident.capture.graph import of_callable
 from trident.capture.tree import Specialization
 from trident.codegen import jit
 from trident.codegen.dialect import Emitter, Program, session
-from trident.codegen.frame_plan import analyze, framelocals_names
+from trident.codegen.frame_plan import Plan, analyze, framelocals_names
+from trident.codegen.import_graph import import_graph
 from trident.codegen.import_guards import import_guards
 from trident.codegen.lower_guards import GuardTable, lower_guards
 from trident.codegen.lower_plan import ENTRY, emit_plan, lower_plan
-from trident.errors import TridentError, UnsupportedGuard, UnsupportedPlan
+from trident.codegen.lower_program import (
+    PROGRAM_ENTRY,
+    ProgramTable,
+    emit_program,
+    lower_program,
+    make_native,
+)
+from trident.errors import TridentError, UnsupportedGraph, UnsupportedGuard, UnsupportedPlan
 
 STAGES = ("scm", "guards", "llvm")
 
@@ -33,7 +44,9 @@ class Built:
     frame plan (see ``lower_plan.py``), valid while `plan` lives; 0 means RUN_CODE, and
     `plan_reason` says why. `plan_locals` are the frame locals that the plan loads, by index; a
     NULL among them makes it raise (see there). `counts` is the number of rows per operation,
-    `build_s` the time that the build took, in seconds.
+    `build_s` the time that the build took, in seconds. `has_graph`: the frame runs a graph; then
+    `program` is its native host program, or None and `program_reason` says why. A plan with a
+    program is for functions with the globals `globals` only.
     """
 
     table: GuardTable | None = None
@@ -42,6 +55,10 @@ class Built:
     plan_address: int = 0
     plan_reason: str | None = None
     plan_locals: tuple[int, ...] = ()
+    has_graph: bool = False
+    program: Any = None
+    program_reason: str | None = None
+    globals: dict[str, Any] | None = None
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     build_s: float = 0.0
     _program: Program | None = None
@@ -75,12 +92,14 @@ def build(specialization: Specialization) -> Built:
             built.guards_reason = str(error)
             built.plan_reason = _NO_GUARDS
         else:
-            _emit_plan(built, emitter, specialization.compiled_code)
+            built.globals = dynamo.globals_of(specialization)
+            known = None if built.globals is None else _DynamoGlobals(built.globals)
+            _emit_plan(built, emitter, specialization.compiled_code, known)
             emitter.program.verify()
             built._program = emitter.program
             _lower_guards(built, emitter.program)
             if built.table is not None:
-                _lower_plan(built, emitter.program)
+                _lower_plan(built, emitter.program, code.co_filename)
     built.build_s = time.perf_counter() - start
     return built
 
@@ -92,23 +111,65 @@ def build_skipped(code: CodeType) -> Built:
     with session():
         emitter = Emitter(code.co_name, framelocals_names(code))
         emitter.effect(emitter.guards, "pass", [])
-        _emit_plan(built, emitter, code)
+        _emit_plan(built, emitter, code, None)
         emitter.program.verify()
         built._program = emitter.program
-        _lower_plan(built, emitter.program)
+        _lower_plan(built, emitter.program, code.co_filename)
     built.build_s = time.perf_counter() - start
     return built
 
 
-def _emit_plan(built: Built, emitter: Emitter, code: CodeType) -> None:
+class _DynamoGlobals:
+    """What a plan may know of the globals of Dynamo's code."""
+
+    def __init__(self, globals_: dict[str, Any]) -> None:
+        self._globals = globals_
+
+    def graph(self, name: str) -> Any:
+        return self._globals.get(name) if name.startswith("__compiled_fn_") else None
+
+    def helpers(self, name: str) -> Any:
+        found = self._globals.get(name) if name.startswith("__import_") else None
+        return found if found is dynamo.utils() else None
+
+    def is_helper(self, function: Any) -> bool:
+        return dynamo.is_helper(function)
+
+    def is_profiling(self, function: Any) -> bool:
+        return dynamo.is_profiling_helper(function)
+
+
+def _emit_plan(
+    built: Built, emitter: Emitter, code: CodeType, known: _DynamoGlobals | None
+) -> None:
     try:
-        plan = analyze(code, emitter.program.framelocals())
+        plan = analyze(code, emitter.program.framelocals(), known)
+        n_outputs = _import_graph(built, emitter, plan)
     except UnsupportedPlan as error:
         built.plan_reason = str(error)
         emitter.run_code(built.plan_reason)
     else:
         built.plan_locals = tuple(sorted(load.index for load in plan.loaded))
-        emit_plan(plan, emitter)
+        emit_plan(plan, emitter, n_outputs)
+
+
+def _import_graph(built: Built, emitter: Emitter, plan: Plan) -> int:
+    """Adds the host program of the plan's graph; returns the number of its outputs."""
+    if plan.call is None:
+        return 0
+    built.has_graph = True
+    graph = of_callable(plan.call.function)
+    if graph is None:
+        built.program_reason = 'the graph is not one of backend="trident"'
+    elif graph.module is None:
+        built.program_reason = graph.reason
+    else:
+        try:
+            return import_graph(graph.module, emitter)
+        except UnsupportedGraph as error:
+            emitter.drop_program()
+            built.program_reason = str(error)
+    raise UnsupportedPlan(f"the graph has no host program: {built.program_reason}")
 
 
 def _lower_guards(built: Built, program: Program) -> None:
@@ -116,24 +177,36 @@ def _lower_guards(built: Built, program: Program) -> None:
         built.table = lower_guards(program)
     except UnsupportedGuard as error:
         built.guards_reason = str(error)
-        built.plan_reason = _NO_GUARDS
+        built.plan_reason = built.program_reason = _NO_GUARDS
         built.plan_locals = ()
     else:
         built.counts = built.table.counts()
 
 
-def _lower_plan(built: Built, program: Program) -> None:
+def _lower_plan(built: Built, program: Program, file: str) -> None:
     if built.plan_reason is not None:
         return
+    table: ProgramTable | None = None
+    address = 0
     try:
-        native = lower_plan(program)
-    except UnsupportedPlan as error:
+        if built.has_graph and built.globals is not None:
+            table = lower_program(program)
+            built.program = make_native(table, built.globals, file)
+            address = built.program.address
+        native = lower_plan(program, address, built.globals)
+    except (UnsupportedPlan, UnsupportedGraph) as error:
         built.plan_reason = str(error)
         built.plan_locals = ()
+        built.program = None
         return
-    built.plan = jit.compile(native.module, native.symbols, native.keepalive)
+    symbols = native.symbols
+    if table is not None:
+        symbols = {**symbols, **emit_program(table, native.module)}
+    built.plan = jit.compile(native.module, symbols, native.keepalive)
     built.plan_address = built.plan.address(ENTRY)
     built._llvm = native.module
+    if table is not None:
+        built.program.set_function(built.plan.address(PROGRAM_ENTRY), built.plan)
 
 
 _NO_GUARDS = "the guards have no native form"

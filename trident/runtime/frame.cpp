@@ -1,5 +1,7 @@
 #include "frame.h"
 
+#include "program.h"
+
 #include <alloca.h>
 #include <cstring>
 #include <optional>
@@ -108,7 +110,15 @@ bool strict_check(Scm *scm, Specialization *s, PyObject *const *locals) {
   return result != nullptr;
 }
 
-/* Runs a native plan; the result, or null with an error set. A profiler sees the compiled region. */
+/* May the plan run in a frame of `function`? Else Dynamo's code does. A profiler is to see what it
+ * sees of Dynamo's code around a graph. */
+bool plan_fits(const Specialization *s, const PyFunctionObject *function) {
+  if (s->plan == nullptr) return false;
+  if (s->plan_globals != nullptr && function->func_globals != s->plan_globals) return false;
+  return !s->has_program || !program_is_observed();
+}
+
+/* Runs a native plan; the result, null with an error set, or kMiss. A profiler sees the region. */
 PyObject *run_plan(Scm *scm, Specialization *s, PyObject *const *locals) {
   PyObject *result = nullptr;
   std::optional<at::RecordFunction> region;
@@ -116,11 +126,13 @@ PyObject *run_plan(Scm *scm, Specialization *s, PyObject *const *locals) {
     auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
     if (observers.has_value()) region.emplace(std::move(*observers)).before(s->annotation.c_str());
   }
-  if (s->plan(locals, &result) == 0) {
+  const int32_t status = s->plan(locals, &result);
+  if (status == 0) {
     scm->counters.hits++;
     s->hits++;
     return result;
   }
+  if (status == 2) return kMiss;
   scm->counters.raised++;
   return nullptr;
 }
@@ -232,9 +244,14 @@ PyObject *hook_dispatch(HookCall &c) {
     frame_done(c.ts, c.frame);
   } else if (s == nullptr) {
     if (c.record.frame != dynamo::Action::skip) record_miss(c.scm, c.code);
-  } else if (s->plan != nullptr) {
+  } else if (plan_fits(s, frame_function(c.frame))) {
     c.scm->misses_in_a_row = 0;
     result = run_plan(c.scm, s, locals);
+    if (result == kMiss) {
+      extras.release();
+      specialization_unref(s);
+      return kMiss;
+    }
     if (c.record.frame != dynamo::Action::skip) dynamo::fullgraph_count_hit();
     dynamo::set_callback(Py_None);
     PyObject *type, *value, *traceback;
@@ -417,9 +434,9 @@ PyObject *door_dispatch(Door *door, PyFunctionObject *function, const CallArgume
       if (active != Py_None) dynamo::set_callback(active);
       Py_DECREF(active);
     }
-    if (s != nullptr && result == kMiss) {
+    if (s != nullptr && result == kMiss && plan_fits(s, function)) {
       result = run_plan(scm, s, locals);
-      if (!skips) dynamo::fullgraph_count_hit(); /* as within a fullgraph caller */
+      if (!skips && result != kMiss) dynamo::fullgraph_count_hit(); /* as within a fullgraph caller */
     }
     specialization_unref(s);
   }

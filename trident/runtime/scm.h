@@ -15,7 +15,8 @@ namespace trident {
 
 enum class Status : int32_t { hit = 0, miss = 1, raised = 2, run_code = 3 };
 
-/* int32 plan(locals, result): 0 with a new reference in *result, or 1 with a Python error set. */
+/* int32 plan(locals, result): 0 with a new reference in *result, 1 with a Python error set, 2 if stock
+ * is to run the frame (nothing has happened yet). */
 using PlanFunction = int32_t (*)(PyObject *const *locals, PyObject **result);
 
 struct Specialization {
@@ -24,6 +25,9 @@ struct Specialization {
   GuardProgram *guards = nullptr; /* null: no guards (a frame that Dynamo skips) */
   PlanFunction plan = nullptr;    /* null: RUN_CODE */
   std::vector<int> plan_locals;   /* frame locals that the plan reads: all bound, or stock runs */
+  bool has_program = false;       /* the plan runs a host program */
+  PyObject *plan_globals = nullptr; /* the plan is for functions with these globals (the handle has
+                                       them); null: for any */
   PyCodeObject *code = nullptr;   /* Dynamo's code object */
   PyObject *backend = nullptr;
   PyObject *handle = nullptr; /* Python side: keeps the plan's native code, the strict check's data */

@@ -1,0 +1,76 @@
+"""Under ``backend="trident"`` all is as in eager, bit for bit, and the graph runs natively."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import trident
+from tests.host_functions import FUNCTIONS, NOT_NATIVE, TRAINED, make_inputs
+from tests.test_equality import assert_same
+
+CALLS = 4
+
+
+@pytest.fixture
+def enabled(fresh: None) -> Iterator[None]:
+    with trident.enable():
+        yield
+
+
+def run(f: Any, requires_grad: bool = False) -> list[Any]:
+    """Results, inputs afterwards, gradients and the generator's state of some calls."""
+    found = []
+    torch.manual_seed(3)
+    for _ in range(CALLS):
+        inputs = make_inputs(requires_grad)
+        result = f(*inputs)
+        if requires_grad:
+            result[0].backward()
+        aliases = [[_same_storage(a, b) for b in inputs] for a in _tensors(result)]
+        gradients = [x.grad for x in inputs]
+        found.append((result, inputs, gradients, aliases, torch.get_rng_state()))
+    return found
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+
+
+def _same_storage(a: torch.Tensor, b: torch.Tensor) -> tuple[bool, bool]:
+    return a is b, a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def native_programs(name: str) -> list[bool]:
+    """For each specialization of the frame called `name`: does its graph run natively?"""
+    return [
+        bool(entry.built is not None and entry.built.program is not None)
+        for module in trident.control.runtime.modules.values()
+        if module.name == name
+        for entry in module.entries
+    ]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_same_as_eager(enabled: None, name: str) -> None:
+    f = FUNCTIONS[name]
+    expected = run(f)
+    assert_same(run(torch.compile(f, backend="trident")), expected)
+    assert native_programs(name) == [name not in NOT_NATIVE]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_as_eager(enabled: None, name: str) -> None:
+    f = TRAINED[name]
+    expected = run(f, requires_grad=True)
+    assert_same(run(torch.compile(f, backend="trident"), requires_grad=True), expected)
+    assert native_programs(name) == [True]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_same_as_eager_without_trident(fresh: None, name: str) -> None:
+    f = FUNCTIONS[name]
+    assert_same(run(torch.compile(f, backend="trident")), run(f))

@@ -1,0 +1,189 @@
+"""From Dynamo's graph to the operators that eager's Python bindings would call, in their order.
+
+The graph is traced by ``make_fx(pre_dispatch=True)``, which records an operator before autograd,
+autocast and decompositions act: one recorded operator is one call through the full dispatcher. It
+runs on copies of Dynamo's own fake tensors under their own fake mode, so nothing is computed and
+neither symbols nor guards are added to Dynamo's ShapeEnv.
+
+What the trace computed is compared with what Dynamo itself found for every node (shape, strides,
+dtype, device, requires_grad); a difference, or anything not understood, means no host program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from trident.errors import UnsupportedGraph
+
+_KEY = "trident"
+# They change what a tensor is, not what it holds: the trace would change its example, too, and
+# eager's checks (of a leaf, say) depend on more than its metadata.
+_METADATA_MUTATIONS = frozenset(
+    {
+        *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "rename_"),
+        *("resize_", "resize_as_", "as_strided_", "set_", "detach_", "requires_grad_", "data"),
+    }
+)
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Line:
+    """Where user code is: `file`, the name of its `function`, and `line` (0: unknown)."""
+
+    file: str = ""
+    function: str = ""
+    line: int = 0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class TracedGraph:
+    """The operators of a Dynamo graph: `module` is the traced one, or None for `reason`."""
+
+    module: torch.fx.GraphModule | None
+    reason: str | None = None
+
+
+def attach(module: torch.fx.GraphModule) -> None:
+    """Traces Dynamo's graph and keeps the result with it."""
+    try:
+        traced = TracedGraph(_trace(module))
+    except UnsupportedGraph as error:
+        traced = TracedGraph(None, str(error))
+    except Exception as error:
+        text = str(error).strip().splitlines() or [""]
+        traced = TracedGraph(None, f"tracing it raised {type(error).__name__}: {text[0]}")
+    module.meta[_KEY] = traced
+
+
+def of_callable(function: Any) -> TracedGraph | None:
+    """The traced graph that one of Dynamo's ``__compiled_fn_…`` globals runs, if it has one."""
+    if isinstance(function, FunctionType):
+        function = getattr(function, "_torchdynamo_orig_callable", function)
+    owner = function.__self__ if isinstance(function, MethodType) else None
+    if not isinstance(owner, torch.fx.GraphModule):
+        return None
+    found = owner.meta.get(_KEY)
+    return found if isinstance(found, TracedGraph) else None
+
+
+def line_of(node: torch.fx.Node) -> Line:
+    """The innermost line of user code that `node` comes from."""
+    found = _STACK_ENTRY.findall(node.meta.get("stack_trace") or "")
+    return Line(found[-1][0], found[-1][2], int(found[-1][1])) if found else Line()
+
+
+_STACK_ENTRY = re.compile(r'^\s*File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
+
+
+def _trace(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    _reject_metadata_mutations(module.graph)
+    examples = [_example(node) for node in module.graph.find_nodes(op="placeholder")]
+    modes = {id(e.fake_mode): e.fake_mode for e in examples}
+    modes.update(
+        (id(e.fake_mode), e.fake_mode)
+        for node in module.graph.nodes
+        for e in _fakes(node.meta.get("example_value"))
+    )
+    if len(modes) != 1:
+        raise UnsupportedGraph(f"it has {len(modes)} fake tensor modes")
+    (mode,) = modes.values()
+    interpreter = _Interpreter(module)
+    with mode, torch.fx.traceback.preserve_node_meta():
+        copies = [_copy(example) for example in examples]
+        traced = make_fx(interpreter.run, tracing_mode="real", pre_dispatch=True)(*copies)
+    interpreter.compare()
+    return traced
+
+
+def _reject_metadata_mutations(graph: torch.fx.Graph) -> None:
+    for node in graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if node.op in ("call_method", "call_function") and name in _METADATA_MUTATIONS:
+            raise UnsupportedGraph(f"{name} changes what a tensor is, not what it holds")
+
+
+def _fakes(value: Any) -> Iterator[FakeTensor]:
+    if isinstance(value, FakeTensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _fakes(item)
+
+
+def _example(node: torch.fx.Node) -> FakeTensor:
+    value = node.meta.get("example_value")
+    if not isinstance(value, FakeTensor) or type(value) not in (FakeTensor, torch.nn.Parameter):
+        raise UnsupportedGraph(f"its input {node.name} is no plain tensor")
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        raise UnsupportedGraph(f"its input {node.name} has the layout {value.layout}")
+    if value.is_conj() or value.is_neg() or value.is_inference():
+        raise UnsupportedGraph(f"its input {node.name} is conjugated, negated or of inference mode")
+    if any(not isinstance(size, int) for size in (*value.shape, *value.stride())):
+        raise UnsupportedGraph(f"its input {node.name} has symbolic sizes")
+    return value
+
+
+def _copy(example: FakeTensor) -> torch.Tensor:
+    copy = torch.empty_strided(
+        example.shape, example.stride(), dtype=example.dtype, device=example.device
+    )
+    if isinstance(example, torch.nn.Parameter):
+        return torch.nn.Parameter(copy, requires_grad=example.requires_grad)
+    if example.requires_grad:
+        copy.requires_grad_()
+        if not example.is_leaf:
+            with torch.enable_grad():
+                copy = copy.view_as(copy)
+    return copy
+
+
+class _Interpreter(torch.fx.Interpreter):
+    """Runs Dynamo's graph for the tracer, and remembers what each node gave."""
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        super().__init__(module)
+        self._found: list[tuple[torch.fx.Node, Any]] = []
+        self._regions: dict[torch.fx.Node, Any] = {}
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        # The contexts record themselves, and change the state; the bare functions only the former.
+        if n.target is torch.amp.autocast_mode._enter_autocast:
+            arguments: Any = n.args
+            region = self._regions[n] = torch.autocast(*arguments)
+            region.__enter__()
+            return None
+        if n.target is torch.amp.autocast_mode._exit_autocast:
+            entered: Any = n.args[0]
+            self._regions.pop(entered).__exit__(None, None, None)
+            return None
+        value = super().run_node(n)
+        if "example_value" in n.meta and n.op != "placeholder":
+            self._found.append((n, value))
+        return value
+
+    def compare(self) -> None:
+        """Raises UnsupportedGraph unless every node gave what Dynamo says that it gives."""
+        for node, value in self._found:
+            ours, theirs = _description(value), _description(node.meta["example_value"])
+            if ours != theirs:
+                raise UnsupportedGraph(f"{node.name} is traced as {ours}, not as {theirs}")
+
+
+def _description(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise UnsupportedGraph(f"it has tensors with the layout {value.layout}")
+        kind = (tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
+        return (*kind, value.requires_grad)
+    if isinstance(value, (tuple, list)):
+        return [_description(item) for item in value]
+    return value

@@ -1,0 +1,252 @@
+"""A traced graph to ``scm.program``: every operator in order, with explicit releases.
+
+A call's arguments are one object of the side list, :class:`Call`: what the operator's schema asks
+for, in its order, with :class:`Slot` for tensors that are operands. Each tensor is released after
+its last use, where eager's interpreter would drop it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch_mlir import ir
+
+from trident.capture.graph import Line, line_of
+from trident.codegen.dialect import Emitter, safe_text
+from trident.errors import UnsupportedGraph
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Slot:
+    """The operand number `index` of a call."""
+
+    index: int
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class Call:
+    """An operator call: per argument of the schema (kind, value) with kinds "constant", "default",
+    "tensor" (a Slot), "tensors" and "optional_tensors" (lists of Slots, or None); per return of the
+    schema the number of tensors of a list, or None for one tensor."""
+
+    operator: Any
+    arguments: list[tuple[str, Any]]
+    returns: list[int | None]
+    line: Line
+
+    def text(self) -> str:
+        """The arguments that are not the schema's defaults."""
+        schema = self.operator._schema.arguments
+        parts = []
+        for argument, (kind, value) in zip(schema, self.arguments, strict=True):
+            if kind != "default":
+                shown = _shown(value)
+                parts.append(f"{argument.name}={shown}" if argument.kwarg_only else shown)
+        return ", ".join(parts)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Slot):
+        return f"operand {value.index}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_shown, value)) + "]"
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return str(value)
+    return safe_text(value)
+
+
+def import_graph(module: torch.fx.GraphModule, emitter: Emitter) -> int:
+    """Append a ``scm.program`` for the traced `module`; returns the number of its outputs.
+
+    Raises UnsupportedGraph, naming the node, for what has no native form.
+    """
+    nodes = list(module.graph.nodes)
+    emitter.start_program(sum(node.op == "placeholder" for node in nodes))
+    importer = _Importer(module, emitter, _last_uses(nodes))
+    for node in sorted(nodes, key=_constants_first):
+        importer.add(node)
+    return importer.n_outputs
+
+
+def _constants_first(node: torch.fx.Node) -> int:
+    return {"placeholder": 0, "get_attr": 1}.get(node.op, 2)
+
+
+def _last_uses(nodes: list[torch.fx.Node]) -> dict[torch.fx.Node, list[torch.fx.Node]]:
+    """Per node those whose value is not used after it. The same item taken twice is one value."""
+    last: dict[torch.fx.Node, torch.fx.Node] = {}
+    first: dict[Any, torch.fx.Node] = {}
+    for node in nodes:
+        last[_one_per_item(node, first)] = node
+        for used in node.all_input_nodes:
+            last[_one_per_item(used, first)] = node
+    result: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+    for node, user in last.items():
+        result.setdefault(user, []).append(node)
+    return result
+
+
+def _one_per_item(node: torch.fx.Node, first: dict[Any, torch.fx.Node]) -> torch.fx.Node:
+    return first.setdefault(node.args, node) if node.target is operator.getitem else node
+
+
+class _Importer:
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        emitter: Emitter,
+        last_uses: dict[torch.fx.Node, list[torch.fx.Node]],
+    ) -> None:
+        self.module = module
+        self.emitter = emitter
+        self.n_outputs = 0
+        self._last_uses = last_uses
+        # A node's tensors: one, or those of an operator that returns several, by position.
+        self._tensors: dict[torch.fx.Node, ir.Value | list[Any]] = {}
+        self._uses: dict[torch.fx.Node, int] = {}
+        self._n_inputs = 0
+
+    def add(self, node: torch.fx.Node) -> None:
+        if node.op == "placeholder":
+            (value,) = self.emitter.step("input", results=1, index=self._n_inputs)
+            self._n_inputs += 1
+            self._tensors[node] = value
+        elif node.op == "get_attr":
+            self._tensors[node] = self._constant(node)
+        elif node.op == "output":
+            self._output(node)
+            return
+        elif node.op == "call_function" and node.target in _FUNCTIONS:
+            _FUNCTIONS[node.target](self, node)
+        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            self._call(node, node.target)
+        else:
+            raise UnsupportedGraph(f"{node.op} {node.target} has no native form")
+        self._release(node)
+
+    def _release(self, user: torch.fx.Node) -> None:
+        # Inputs belong to the caller, and what an operator returned in a list to its items.
+        for node in self._last_uses.get(user, ()):
+            value = self._tensors.get(node)
+            if isinstance(value, ir.Value) and node.op == "call_function":
+                self.emitter.step("release", [value])
+
+    def _constant(self, node: torch.fx.Node) -> ir.Value:
+        tensor = getattr(self.module, str(node.target), None)
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        if not plain or not isinstance(tensor, torch.Tensor) or tensor.requires_grad:
+            raise UnsupportedGraph(f"its constant {node.target} is no plain tensor")
+        index = self.emitter.program.objects.add(tensor, f"tensor {tuple(tensor.shape)}")
+        (value,) = self.emitter.step("constant_tensor", results=1, object=index)
+        return value
+
+    def _output(self, node: torch.fx.Node) -> None:
+        (outputs,) = node.args
+        if not isinstance(outputs, (tuple, list)):
+            raise UnsupportedGraph("its output is no tuple")
+        self.emitter.step("yield", [self._tensor(value) for value in outputs])
+        self.n_outputs = len(outputs)
+
+    def _tensor(self, value: Any) -> ir.Value:
+        tensor = self._tensors.get(value) if isinstance(value, torch.fx.Node) else None
+        if not isinstance(tensor, ir.Value):
+            raise UnsupportedGraph(f"{safe_text(value)} is used where a tensor belongs")
+        return tensor
+
+    def _call(self, node: torch.fx.Node, target: Any) -> None:
+        schema = target._schema
+        operands: list[ir.Value] = []
+
+        def slot(value: Any) -> Slot:
+            operands.append(self._tensor(value))
+            return Slot(len(operands) - 1)
+
+        arguments = [
+            _argument(target, argument, node, position, slot)
+            for position, argument in enumerate(schema.arguments)
+        ]
+        counts = self._returns(node, schema)
+        line = line_of(node)
+        call = Call(target, arguments, counts, line)
+        results = self.emitter.step(
+            "operator",
+            operands,
+            results=sum(1 if count is None else count for count in counts),
+            operator=str(target),
+            object=self.emitter.program.objects.add(call, call.text()),
+            label=self.emitter.label(f"{line.file}:{line.line} in {line.function}"),
+        )
+        made = iter(results)
+        items: list[Any] = [
+            next(made) if count is None else [next(made) for _ in range(count)] for count in counts
+        ]
+        self._tensors[node] = items[0] if len(items) == 1 else items
+
+    def _returns(self, node: torch.fx.Node, schema: Any) -> list[int | None]:
+        counts: list[int | None] = []
+        for position, result in enumerate(schema.returns):
+            kind = str(result.type)
+            if kind not in ("Tensor", "List[Tensor]"):
+                raise UnsupportedGraph(f"{node.target} returns {kind}")
+            value: Any = node.meta.get("val")
+            value = value if len(schema.returns) == 1 else value[position]  # type: ignore[index]
+            counts.append(None if kind == "Tensor" else len(value))
+        return counts
+
+    def getitem(self, node: torch.fx.Node) -> None:
+        """One of the tensors that an operator returned."""
+        source, index = node.args
+        items = self._tensors.get(source) if isinstance(source, torch.fx.Node) else None
+        if not isinstance(items, list) or not isinstance(index, int):
+            raise UnsupportedGraph(f"{node.name} takes an item of something else than a result")
+        self._tensors[node] = items[index]
+
+    def set_grad_mode(self, node: torch.fx.Node) -> None:
+        """torch._C._set_grad_enabled"""
+        self.emitter.step("grad_mode", enabled=int(bool(node.args[0])))
+
+
+_FUNCTIONS: dict[Any, Callable[[_Importer, torch.fx.Node], None]] = {
+    operator.getitem: _Importer.getitem,
+    torch._C._set_grad_enabled: _Importer.set_grad_mode,
+}
+
+
+def _argument(
+    target: Any, argument: Any, node: torch.fx.Node, position: int, slot: Callable[[Any], Slot]
+) -> tuple[str, Any]:
+    value: Any
+    if argument.name in node.kwargs:
+        value = node.kwargs[argument.name]
+    elif not argument.kwarg_only and position < len(node.args):
+        value = node.args[position]
+    elif argument.has_default_value():
+        return "default", None
+    else:
+        raise UnsupportedGraph(f"{target} lacks its argument {argument.name}")
+    kind = str(argument.type)
+    # The runtime makes a number the tensor that eager's bindings make of it.
+    number = type(value) in (bool, int, float, complex)
+    if kind in ("Tensor", "Optional[Tensor]") and value is not None and not number:
+        return "tensor", slot(value)
+    if kind == "List[Tensor]":
+        return "tensors", [slot(item) for item in value]
+    if kind == "List[Optional[Tensor]]":
+        return "optional_tensors", [None if item is None else slot(item) for item in value]
+    if _has_node(value):
+        raise UnsupportedGraph(f"{target} computes its argument {argument.name} ({kind})")
+    return "constant", _plain(value)  # without FX's own kind of list
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def _has_node(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_node, value))
+    return isinstance(value, (torch.fx.Node, torch.SymInt, torch.SymFloat, torch.SymBool))

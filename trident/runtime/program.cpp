@@ -1,0 +1,384 @@
+#include "program.h"
+
+#include "dynamo_api.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <alloca.h>
+#if defined(__x86_64__)
+#include <x86intrin.h>
+#endif
+#include <chrono>
+#include <exception>
+#include <optional>
+
+#if PY_VERSION_HEX >= 0x030d0000
+extern "C" void _PyTraceback_Add(const char *, const char *, int);
+#endif
+
+namespace trident {
+
+namespace {
+
+/* Warnings wait here for the end of the operator: emitting one may run Python, and may raise. */
+struct WarningBuffer : c10::WarningHandler {
+  std::vector<c10::Warning> pending;
+  void process(const c10::Warning &warning) override { pending.push_back(warning); }
+};
+
+/* Ticks at which signals are looked at, some milliseconds apart. */
+inline uint64_t ticks() {
+#if defined(__x86_64__)
+  return __rdtsc();
+#else
+  return std::chrono::steady_clock::now().time_since_epoch().count();
+#endif
+}
+constexpr uint64_t kTicksBetweenSignals = 1 << 24;
+
+PyObject *warning_category(const c10::Warning &warning) {
+  return std::holds_alternative<c10::Warning::DeprecationWarning>(warning.type())
+             ? PyExc_DeprecationWarning
+             : PyExc_UserWarning;
+}
+
+/* As torch's own handler, but at the user's line where that is known. -1 with an error set. */
+int emit_warning(const HostProgram *program, const ProgramLine &at, const c10::Warning &warning) {
+  std::string text = torch::processErrorMsg(warning.msg());
+  const auto &source = warning.source_location();
+  PyObject *category = warning_category(warning);
+  if (source.file != nullptr && warning.verbatim())
+    return PyErr_WarnExplicit(category, text.c_str(), source.file, static_cast<int>(source.line), nullptr, nullptr);
+  if (source.file != nullptr)
+    text += " (Triggered internally at " + std::string(source.file) + ":" + std::to_string(source.line) + ".)";
+  if (at.line == 0) return PyErr_WarnEx(category, text.c_str(), 1);
+  PyObject *module = nullptr, *registry = nullptr, *made = nullptr;
+  const char *file = program->globals_file != nullptr ? PyUnicode_AsUTF8(program->globals_file) : nullptr;
+  if (file == nullptr) PyErr_Clear();
+  if (program->globals != nullptr && file != nullptr && at.file == file) {
+    module = PyDict_GetItemString(program->globals, "__name__");
+    registry = PyDict_GetItemString(program->globals, "__warningregistry__");
+    if (registry == nullptr && (made = PyDict_New()) != nullptr &&
+        PyDict_SetItemString(program->globals, "__warningregistry__", made) == 0)
+      registry = made;
+    Py_XDECREF(made);
+  }
+  const char *name = module != nullptr && PyUnicode_Check(module) ? PyUnicode_AsUTF8(module) : nullptr;
+  return PyErr_WarnExplicit(category, text.c_str(), at.file.c_str(), at.line, name, registry);
+}
+
+bool plain_tensor(PyObject *o) { return THPVariable_CheckExact(o); }
+
+} // namespace
+
+struct ProgramState {
+  at::Tensor *slots;
+  const HostProgram *program;
+  WarningBuffer warnings;
+  uint64_t deadline;
+  int32_t step = -1;
+};
+
+namespace {
+
+/* With the GIL released: emits what the operator warned of, and lets signal handlers run. */
+[[gnu::noinline]] void attend(ProgramState *state) {
+  pybind11::gil_scoped_acquire gil;
+  std::vector<c10::Warning> pending;
+  pending.swap(state->warnings.pending);
+  const ProgramLine &at = state->program->lines[state->step];
+  for (const c10::Warning &warning : pending)
+    if (emit_warning(state->program, at, warning) < 0) throw python_error();
+  state->deadline = ticks() + kTicksBetweenSignals;
+  if (PyErr_CheckSignals() != 0) throw python_error();
+}
+
+inline void after_operator(ProgramState *state) {
+  if (__builtin_expect(!state->warnings.pending.empty() || ticks() > state->deadline, 0)) attend(state);
+}
+
+void store(ProgramState *state, const ProgramResult &result, c10::IValue &&value) {
+  if (!result.is_list) {
+    if (result.slots[0] >= 0) state->slots[result.slots[0]] = std::move(value).toTensor();
+    return;
+  }
+  std::vector<at::Tensor> items = std::move(value).toTensorVector();
+  TORCH_CHECK(items.size() == result.slots.size(), "an operator returned ", items.size(),
+              " tensors where it returned ", result.slots.size(), " when the graph was traced");
+  for (size_t i = 0; i < items.size(); i++)
+    if (result.slots[i] >= 0) state->slots[result.slots[i]] = std::move(items[i]);
+}
+
+c10::IValue boxed(const ProgramArgument &argument, const at::Tensor *slots) {
+  switch (argument.kind) {
+  case ProgramArgument::Kind::constant:
+    return argument.value;
+  case ProgramArgument::Kind::tensor:
+    return c10::IValue(slots[argument.slots[0]]);
+  case ProgramArgument::Kind::tensors: {
+    c10::List<at::Tensor> list;
+    list.reserve(argument.slots.size());
+    for (int slot : argument.slots) list.push_back(slots[slot]);
+    return c10::IValue(std::move(list));
+  }
+  case ProgramArgument::Kind::optional_tensors: {
+    c10::List<std::optional<at::Tensor>> list;
+    list.reserve(argument.slots.size());
+    for (int slot : argument.slots)
+      list.push_back(slot < 0 ? std::optional<at::Tensor>() : std::optional<at::Tensor>(slots[slot]));
+    return c10::IValue(std::move(list));
+  }
+  }
+  return {};
+}
+
+/* The error of the exception in flight, with the user's line on top of its traceback. */
+void raise_current(const ProgramState &state) {
+  torch::translate_exception_to_python(std::current_exception());
+  if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "an operator failed without a message");
+  if (state.step < 0) return;
+  const ProgramLine &at = state.program->lines[state.step];
+  if (at.line != 0) _PyTraceback_Add(at.function.c_str(), at.file.c_str(), at.line);
+}
+
+/* Runs everything between taking the inputs and wrapping the outputs; false with an error set. */
+bool execute(ProgramState *state) {
+  const bool grad_mode = c10::GradMode::is_enabled();
+  PyObject *callback = dynamo::callback(); /* frames that operators call are none of Dynamo's */
+  if (callback != Py_None) dynamo::set_callback(Py_None);
+  bool ok = true;
+  std::exception_ptr failure;
+  {
+    pybind11::gil_scoped_release no_gil;
+    c10::WarningUtils::WarningHandlerGuard guard(&state->warnings);
+    try {
+      state->program->function(state);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }
+  if (failure) {
+    ok = false;
+    c10::GradMode::set_enabled(grad_mode);
+    try {
+      std::rethrow_exception(failure);
+    } catch (...) {
+      raise_current(*state);
+    }
+    failure = nullptr;
+    /* What the failing operator warned of, as torch does: the error is chained to a warning's. */
+    if (!state->warnings.pending.empty()) {
+      PyObject *type, *value, *traceback;
+      PyErr_Fetch(&type, &value, &traceback);
+      const ProgramLine &at = state->program->lines[state->step < 0 ? 0 : state->step];
+      for (const c10::Warning &warning : state->warnings.pending)
+        if (emit_warning(state->program, at, warning) < 0) PyErr_Clear();
+      PyErr_Restore(type, value, traceback);
+    }
+  }
+  if (callback != Py_None) dynamo::set_callback(callback);
+  Py_DECREF(callback);
+  return ok;
+}
+
+bool get_slots(PyObject *list, const HostProgram *program, std::vector<int> *slots) {
+  if (!PyList_Check(list)) {
+    PyErr_SetString(PyExc_TypeError, "slots come as a list");
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+    PyObject *item = PyList_GET_ITEM(list, i);
+    long slot = item == Py_None ? -1 : PyLong_AsLong(item);
+    if (slot == -1 && PyErr_Occurred()) return false;
+    if (slot < -1 || slot >= program->n_slots) {
+      PyErr_Format(PyExc_ValueError, "no slot %ld among %d", slot, program->n_slots);
+      return false;
+    }
+    slots->push_back(static_cast<int>(slot));
+  }
+  return true;
+}
+
+bool get_argument(PyObject *description, const c10::Argument &schema, const HostProgram *program,
+                  ProgramArgument *out) {
+  const char *kind;
+  PyObject *value;
+  if (!PyArg_ParseTuple(description, "sO", &kind, &value)) return false;
+  const std::string text(kind);
+  if (text == "constant" || text == "default") {
+    out->kind = ProgramArgument::Kind::constant;
+    torch::jit::ToIValueAllowNumbersAsTensors numbers(true); /* as eager's bindings */
+    out->value = text == "constant" ? torch::jit::toIValue(value, schema.real_type())
+                                    : schema.default_value().value();
+    return true;
+  }
+  out->kind = text == "tensor"    ? ProgramArgument::Kind::tensor
+              : text == "tensors" ? ProgramArgument::Kind::tensors
+                                  : ProgramArgument::Kind::optional_tensors;
+  PyObject *list = text == "tensor" ? PyList_New(1) : Py_NewRef(value);
+  if (list == nullptr) return false;
+  if (text == "tensor") PyList_SET_ITEM(list, 0, Py_NewRef(value));
+  bool ok = get_slots(list, program, &out->slots);
+  Py_DECREF(list);
+  return ok;
+}
+
+} // namespace
+
+int program_add_call(HostProgram *program, const char *name, const char *overload, PyObject *arguments,
+                     PyObject *results) {
+  try {
+    auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+    const auto &schema = op.schema();
+    ProgramCall call{op, {}, {}};
+    if (!PyList_Check(arguments) || !PyList_Check(results) ||
+        (size_t)PyList_GET_SIZE(arguments) != schema.arguments().size() ||
+        (size_t)PyList_GET_SIZE(results) != schema.returns().size()) {
+      PyErr_Format(PyExc_ValueError, "%s.%s takes %zu arguments and returns %zu values", name, overload,
+                   schema.arguments().size(), schema.returns().size());
+      return -1;
+    }
+    for (size_t i = 0; i < schema.arguments().size(); i++) {
+      ProgramArgument argument;
+      if (!get_argument(PyList_GET_ITEM(arguments, i), schema.arguments()[i], program, &argument)) return -1;
+      call.arguments.push_back(std::move(argument));
+    }
+    for (size_t i = 0; i < schema.returns().size(); i++) {
+      PyObject *item = PyList_GET_ITEM(results, i);
+      ProgramResult result{PyList_Check(item) != 0, {}};
+      PyObject *list = result.is_list ? Py_NewRef(item) : PyList_New(1);
+      if (list == nullptr) return -1;
+      if (!result.is_list) PyList_SET_ITEM(list, 0, Py_NewRef(item));
+      bool ok = get_slots(list, program, &result.slots);
+      Py_DECREF(list);
+      if (!ok) return -1;
+      call.results.push_back(std::move(result));
+    }
+    program->calls.push_back(std::move(call));
+    return static_cast<int>(program->calls.size()) - 1;
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return -1;
+  }
+}
+
+bool program_add_constant(HostProgram *program, PyObject *tensor) {
+  if (!plain_tensor(tensor)) {
+    PyErr_SetString(PyExc_TypeError, "a constant of a graph must be a plain tensor");
+    return false;
+  }
+  program->constants.push_back(THPVariable_Unpack(tensor));
+  return true;
+}
+
+void program_add_line(HostProgram *program, const char *file, const char *function, int line) {
+  program->lines.push_back({file, function, line});
+}
+
+void program_set_function(HostProgram *program, uintptr_t address) {
+  program->function = reinterpret_cast<ProgramFunction>(address);
+}
+
+uintptr_t program_function_address(const char *name) {
+  const std::string text(name);
+#define TRIDENT_FUNCTION(f) \
+  if (text == #f) return reinterpret_cast<uintptr_t>(&f);
+  TRIDENT_FUNCTION(trident_program_run)
+  TRIDENT_FUNCTION(trident_build_list)
+  TRIDENT_FUNCTION(trident_build_dict)
+  TRIDENT_FUNCTION(trident_get_global)
+  TRIDENT_FUNCTION(trident_program_call)
+  TRIDENT_FUNCTION(trident_program_release)
+  TRIDENT_FUNCTION(trident_program_grad_mode)
+#undef TRIDENT_FUNCTION
+  return 0;
+}
+
+bool program_is_observed() { return at::hasCallbacks(); }
+
+extern "C" {
+
+int32_t trident_program_run(const HostProgram *program, PyObject *const *inputs, PyObject **outputs) {
+  for (int i = 0; i < program->n_inputs; i++)
+    if (!plain_tensor(inputs[i])) return 2;
+  constexpr int kOnStack = 512;
+  std::vector<at::Tensor> many;
+  at::Tensor *slots;
+  if (program->n_slots > kOnStack) {
+    many.resize(program->n_slots);
+    slots = many.data();
+  } else {
+    slots = static_cast<at::Tensor *>(alloca(sizeof(at::Tensor) * (program->n_slots + 1)));
+    for (int i = 0; i < program->n_slots; i++) new (slots + i) at::Tensor();
+  }
+  for (int i = 0; i < program->n_inputs; i++) slots[i] = THPVariable_Unpack(inputs[i]);
+  for (size_t i = 0; i < program->constants.size(); i++) slots[program->n_inputs + i] = program->constants[i];
+  int32_t status = 0;
+  {
+    ProgramState state{slots, program, {}, ticks() + kTicksBetweenSignals};
+    if (!execute(&state)) status = 1;
+  }
+  size_t made = 0;
+  for (; status == 0 && made < program->outputs.size(); made++) {
+    outputs[made] = THPVariable_Wrap(slots[program->outputs[made]]);
+    if (outputs[made] == nullptr) {
+      status = 1;
+      break;
+    }
+  }
+  if (status != 0)
+    for (size_t i = 0; i < made; i++) Py_DECREF(outputs[i]);
+  if (many.empty())
+    for (int i = 0; i < program->n_slots; i++) slots[i].~Tensor();
+  return status;
+}
+
+PyObject *trident_build_list(PyObject *const *items, int64_t n) {
+  PyObject *list = PyList_New(n);
+  for (int64_t i = 0; list != nullptr && i < n; i++) PyList_SET_ITEM(list, i, Py_NewRef(items[i]));
+  return list;
+}
+
+PyObject *trident_build_dict(PyObject *const *items, int64_t n) {
+  PyObject *dict = PyDict_New();
+  for (int64_t i = 0; dict != nullptr && i < n; i += 2)
+    if (PyDict_SetItem(dict, items[i], items[i + 1]) < 0) Py_CLEAR(dict);
+  return dict;
+}
+
+PyObject *trident_get_global(PyObject *globals, PyObject *name) {
+  PyObject *value = PyDict_GetItemWithError(globals, name);
+  if (value == nullptr && !PyErr_Occurred()) {
+    PyObject *builtins = PyDict_GetItemString(globals, "__builtins__");
+    if (builtins != nullptr && PyModule_Check(builtins)) builtins = PyModule_GetDict(builtins);
+    if (builtins != nullptr && PyDict_Check(builtins)) value = PyDict_GetItemWithError(builtins, name);
+    if (value == nullptr && !PyErr_Occurred())
+      PyErr_Format(PyExc_NameError, "name '%U' is not defined", name);
+  }
+  return Py_XNewRef(value);
+}
+
+void trident_program_call(ProgramState *state, int32_t index, int32_t step) {
+  state->step = step;
+  const ProgramCall &call = state->program->calls[index];
+  torch::jit::Stack stack;
+  stack.reserve(call.arguments.size());
+  for (const ProgramArgument &argument : call.arguments) stack.push_back(boxed(argument, state->slots));
+  call.op.callBoxed(stack);
+  TORCH_INTERNAL_ASSERT(stack.size() == call.results.size());
+  for (size_t i = 0; i < call.results.size(); i++) store(state, call.results[i], std::move(stack[i]));
+  after_operator(state);
+}
+
+void trident_program_release(ProgramState *state, int32_t slot) { state->slots[slot].reset(); }
+
+void trident_program_grad_mode(ProgramState *, int32_t enabled) { c10::GradMode::set_enabled(enabled != 0); }
+
+} // extern "C"
+
+} // namespace trident

@@ -1,0 +1,93 @@
+/* Host programs: the operators of one graph, called in eager's order without Python in between.
+ *
+ * The JIT'd function of a program calls the functions at the end of this file, one per step, and through
+ * them the operators. Every tensor has a slot of its own; one loop drops what is left in the slots on
+ * every way out, so that the JIT'd code has no cleanup: a C++ exception passes through it.
+ */
+#ifndef TRIDENT_PROGRAM_H
+#define TRIDENT_PROGRAM_H
+
+#include <Python.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+
+#include <string>
+#include <vector>
+
+namespace trident {
+
+struct ProgramState;
+using ProgramFunction = void (*)(ProgramState *state);
+
+struct ProgramArgument {
+  enum class Kind { constant, tensor, tensors, optional_tensors };
+  Kind kind;
+  c10::IValue value;      /* constant */
+  std::vector<int> slots; /* -1: None */
+};
+
+struct ProgramResult {
+  bool is_list;
+  std::vector<int> slots; /* -1: unused */
+};
+
+/* One operator call through the boxed dispatcher. */
+struct ProgramCall {
+  c10::OperatorHandle op;
+  std::vector<ProgramArgument> arguments;
+  std::vector<ProgramResult> results;
+};
+
+/* Where the user's code calls the operator. */
+struct ProgramLine {
+  std::string file, function;
+  int line = 0; /* 0: unknown */
+};
+
+struct HostProgram {
+  int n_inputs = 0, n_slots = 0; /* the inputs come first */
+  std::vector<int> outputs;
+  std::vector<ProgramCall> calls;
+  std::vector<at::Tensor> constants; /* copied into their slots, which follow the inputs' */
+  std::vector<ProgramLine> lines;    /* by step */
+  ProgramFunction function = nullptr;
+  PyObject *globals = nullptr; /* of the user's function: for its warnings' registry; borrowed */
+  PyObject *globals_file = nullptr; /* file name of the code that has these globals; borrowed */
+};
+
+/* Appends a call; returns its index, or -1 with a Python error set. `arguments`: per argument of the
+ * schema (kind, value), kind "constant", "default", "tensor" (slot), "tensors" or "optional_tensors"
+ * (list of slots). `results`: per return a slot, a list of slots, or None. */
+int program_add_call(HostProgram *program, const char *name, const char *overload, PyObject *arguments,
+                     PyObject *results);
+
+/* Appends a tensor that has a slot from the start; false with a Python error set. */
+bool program_add_constant(HostProgram *program, PyObject *tensor);
+
+void program_add_line(HostProgram *program, const char *file, const char *function, int line);
+void program_set_function(HostProgram *program, uintptr_t address);
+uintptr_t program_function_address(const char *name); /* of the functions below; 0 for other names */
+
+/* True when somebody watches operators (a profiler): then the graph runs as stock runs it. */
+bool program_is_observed();
+
+extern "C" {
+/* For plans: 0 with new references in `outputs`, 1 with a Python error set, 2 if stock is to run the
+ * frame (an input is no plain tensor; nothing has happened yet). Needs the GIL. */
+int32_t trident_program_run(const HostProgram *program, PyObject *const *inputs, PyObject **outputs);
+
+/* For plans: a new list; a new dict of keys and values in turn; what the global is (NameError). */
+PyObject *trident_build_list(PyObject *const *items, int64_t n);
+PyObject *trident_build_dict(PyObject *const *items, int64_t n);
+PyObject *trident_get_global(PyObject *globals, PyObject *name);
+
+/* Steps, for JIT'd code only; they may throw. */
+void trident_program_call(ProgramState *state, int32_t call, int32_t step);
+void trident_program_release(ProgramState *state, int32_t slot);
+void trident_program_grad_mode(ProgramState *state, int32_t enabled);
+}
+
+} // namespace trident
+#endif
