@@ -193,7 +193,7 @@ class _Importer:
             if kind not in ("Tensor", "List[Tensor]"):
                 raise UnsupportedGraph(f"{node.target} returns {kind}")
             value: Any = node.meta.get("val")
-            value = value if len(schema.returns) == 1 else value[position]  # type: ignore[index]
+            value = value if len(schema.returns) == 1 else value[position]
             counts.append(None if kind == "Tensor" else len(value))
         return counts
 
