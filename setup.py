@@ -159,6 +159,7 @@ class BuildExt(build_ext):
             super().run()
             folder = PACKAGE if in_place else Path(self.build_lib) / "trident"
             self.write_build_info(folder / "_build_info.py")
+            self.write_operators(folder / "_operators.txt")
 
     def build_extension(self, ext: Extension) -> None:
         started = time.perf_counter()
@@ -216,6 +217,27 @@ class BuildExt(build_ext):
         )
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
+
+    def write_operators(self, path: Path) -> None:
+        """The C++ functions of PyTorch's operators: symbol and signature, a line each. Without nm
+        or c++filt the file is empty, and operators are called through the boxed dispatcher."""
+        library = Path(TORCH) / "lib" / "libtorch_cpu.so"
+        header = f"# {torch.__version__} {torch.version.git_version}\n"
+        if path.exists() and path.read_text().startswith(header):
+            return
+        try:
+            nm = ["nm", "-D", "--defined-only", "--format=posix", str(library)]
+            listed = subprocess.run(nm, check=True, capture_output=True, text=True).stdout
+            symbols = [line.split(" ", 1)[0] for line in listed.splitlines()]
+            symbols = [s for s in symbols if s.startswith("_ZN2at4_ops") and "4callE" in s]
+            demangled = subprocess.run(
+                ["c++filt"], input="\n".join(symbols), check=True, capture_output=True, text=True
+            ).stdout.splitlines()
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"no operator table ({error}): operators will be called through the dispatcher")
+            symbols = demangled = []
+        lines = [f"{a}\t{b}\n" for a, b in zip(symbols, demangled, strict=True)]
+        path.write_text(header + "".join(sorted(lines)))
 
 
 def sources() -> list[str]:

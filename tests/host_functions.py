@@ -263,7 +263,6 @@ def inference_of_grad_mode(x: Any, y: Any, w: Any) -> Any:
         return a + 1, torch.is_grad_enabled()
 
 
-@not_native
 @function
 def autocast_region(x: Any, y: Any, w: Any) -> Any:
     with torch.autocast("cpu", dtype=torch.bfloat16):

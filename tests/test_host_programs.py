@@ -74,3 +74,29 @@ def test_trained_as_eager(enabled: None, name: str) -> None:
 def test_same_as_eager_without_trident(fresh: None, name: str) -> None:
     f = FUNCTIONS[name]
     assert_same(run(torch.compile(f, backend="trident")), run(f))
+
+
+def test_explain(enabled: None) -> None:
+    def f(x: Any, i: Any) -> Any:
+        return (x + 1)[i] * 2
+
+    compiled = torch.compile(f, backend="trident")
+    arguments = torch.ones(3), torch.tensor([2, 0])
+    for _ in range(3):
+        compiled(*arguments)
+    explanation = trident.explain(compiled, ir=True)
+    (frame,) = explanation.frames
+    (spec,) = frame.specializations
+    assert spec.plan_native
+    assert spec.program_native
+    assert "3 operators, aten::index.Tensor through the dispatcher" in str(explanation)
+    assert 'name = "aten.add.Tensor"' in spec.ir["scm"]
+    assert "_ZN2at4_ops10mul_Tensor4callE" in spec.ir["llvm"]
+    assert f"{__file__}:" in spec.ir["scm"]
+
+
+def test_explain_says_why_not(enabled: None) -> None:
+    compiled = torch.compile(lambda x: x.clone().t_(), backend="trident")
+    for _ in range(3):
+        compiled(make_inputs()[0])
+    assert "t_ changes what a tensor is" in str(trident.explain(compiled))

@@ -499,10 +499,10 @@ def test_fork_in_the_middle_of_a_build(enabled: None, monkeypatch: Any) -> None:
     original = pipeline.lower_plan
     first, second, third = compiled_before(3)
 
-    def slow(program: Any) -> Any:
+    def slow(*arguments: Any) -> Any:
         reached.set()
         go_on.wait(PATIENCE)
-        return original(program)
+        return original(*arguments)
 
     monkeypatch.setattr(pipeline, "lower_plan", slow)
     join = in_thread(first)

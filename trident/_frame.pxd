@@ -36,10 +36,14 @@ cdef extern from "runtime/program.h" namespace "trident":
         PyObject *globals_file
     int program_add_call(HostProgram *program, const char *name, const char *overload,
                          PyObject *arguments, PyObject *results)
-    cbool program_add_constant(HostProgram *program, PyObject *tensor)
+    cbool program_add_constant(HostProgram *program, int slot, PyObject *value)
     void program_add_line(HostProgram *program, const char *file, const char *function, int line)
     void program_set_function(HostProgram *program, uintptr_t address)
     uintptr_t program_function_address(const char *name)
+    const char *abi_problem()
+    int abi_tensor_list_tag()
+    PyObject *abi_enum_number(PyObject *value)
+    PyObject *abi_scalar_bytes(PyObject *number, cbool optional)
 
 cdef extern from "runtime/scm.h" namespace "trident":
     ctypedef int32_t (*PlanFunction)(PyObject **locals, PyObject **result) noexcept

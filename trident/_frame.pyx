@@ -6,7 +6,7 @@ for who owns what. Everything needs the GIL, which makes every function here ato
 """
 
 from cpython.exc cimport PyErr_Occurred
-from cpython.ref cimport Py_INCREF, Py_XINCREF
+from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XINCREF
 from libc.stdint cimport uintptr_t
 
 import functools
@@ -69,9 +69,10 @@ cdef class NativeProgram:
         """The HostProgram, for plans that run it."""
         return <uintptr_t>self.native
 
-    def add_constant(self, tensor) -> None:
-        """The next slot holds this tensor from the start; raises TypeError for a subclass."""
-        if not program_add_constant(self.native, <PyObject *>tensor):
+    def add_constant(self, int slot, value) -> None:
+        """The slot holds this tensor, or the tensor that eager makes of this number, from the start;
+        raises TypeError for a subclass of Tensor and anything else."""
+        if not program_add_constant(self.native, slot, <PyObject *>value):
             _propagate()
 
     def add_call(self, str name, str overload, list arguments, list results) -> int:
@@ -98,6 +99,31 @@ cdef class NativeProgram:
         """The JIT'd function; `code` lives as long as this object."""
         program_set_function(self.native, address)
         self.code = code
+
+
+def operator_abi():
+    """(what of the C++ ABI is not as JIT'd code assumes, or None; the tag of a tensor list)."""
+    cdef const char *problem = abi_problem()
+    return (None if problem == NULL else problem.decode()), abi_tensor_list_tag()
+
+
+def enum_number(value) -> int:
+    """The number in C++ of a dtype, layout, memory format, or device (type, then index)."""
+    return _own(abi_enum_number(<PyObject *>value))
+
+
+cdef _own(PyObject *made):
+    """A new reference as a Python object, or the error that NULL stands for."""
+    if made == NULL:
+        _propagate()
+    result = <object>made
+    Py_DECREF(result)
+    return result
+
+
+def scalar_bytes(number, cbool optional) -> bytes:
+    """The bytes of a c10::Scalar, or of an optional one (`number` may be None then)."""
+    return _own(abi_scalar_bytes(<PyObject *>number, optional))
 
 
 def program_function(str name) -> int:

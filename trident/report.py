@@ -298,10 +298,21 @@ def _explain_entry(entry: Entry, ir: bool) -> SpecializationReport:
         plan_native=plan_native,
         plan_reason=plan_reason,
         program_native=plan_native,
-        program_reason="there is no graph" if plan_native else "Dynamo's code object runs it",
+        program_reason=_program_reason(entry, plan_native),
         hits=entry.hits,
         ir={} if not ir or built is None else {s: built.ir(s) for s in _stages()},
     )
+
+
+def _program_reason(entry: Entry, plan_native: bool) -> str:
+    built = entry.built
+    if built is not None and plan_native:
+        if not built.has_graph:
+            return "there is no graph"
+        boxed = f", {', '.join(built.boxed)} through the dispatcher" if built.boxed else ""
+        return f"{built.n_operators} operators{boxed}"
+    why = built.program_reason if built is not None and built.program_reason else None
+    return f"{why}; Dynamo's code object runs it" if why else "Dynamo's code object runs it"
 
 
 def _stages() -> tuple[str, ...]:

@@ -159,11 +159,15 @@ class _Interpreter(torch.fx.Interpreter):
         if n.target is torch.amp.autocast_mode._enter_autocast:
             arguments: Any = n.args
             region = self._regions[n] = torch.autocast(*arguments)
+            if len(arguments) > 2 and bool(arguments[2]) is not region._enabled:
+                raise UnsupportedGraph("torch.autocast disables itself, with a warning")
             region.__enter__()
             return None
         if n.target is torch.amp.autocast_mode._exit_autocast:
-            entered: Any = n.args[0]
-            self._regions.pop(entered).__exit__(None, None, None)
+            node, region = self._regions.popitem()
+            region.__exit__(None, None, None)
+            if node is not n.args[0]:
+                raise UnsupportedGraph("its autocast regions do not nest")
             return None
         value = super().run_node(n)
         if "example_value" in n.meta and n.op != "placeholder":

@@ -179,6 +179,9 @@ def _define_operations() -> None:
     _define("operator", {**tensors, "name": ir.StringAttr, "object": integer, **label, **made})
     _define("release", {"tensor": tensor})
     _define("grad_mode", {"enabled": integer})
+    fields = dict.fromkeys(("device", "dtype", "enabled", "cache"), integer)
+    _define("autocast_enter", fields)
+    _define("autocast_exit", {})
     _define("yield", tensors, terminator=True)
     _define("program", {"inputs": integer, "body": ext.Region})
     _define(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch_mlir import ir
 
+from trident import _frame
 from trident.capture.graph import Line, line_of
 from trident.codegen.dialect import Emitter, safe_text
 from trident.errors import UnsupportedGraph
@@ -30,8 +31,8 @@ class Slot:
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class Call:
     """An operator call: per argument of the schema (kind, value) with kinds "constant", "default",
-    "tensor" (a Slot), "tensors" and "optional_tensors" (lists of Slots, or None); per return of the
-    schema the number of tensors of a list, or None for one tensor."""
+    "tensor" (a Slot), "number" (as a tensor), "tensors" and "optional_tensors" (lists of Slots, or
+    None); per return of the schema the number of tensors of a list, or None for one tensor."""
 
     operator: Any
     arguments: list[tuple[str, Any]]
@@ -109,6 +110,7 @@ class _Importer:
         self._tensors: dict[torch.fx.Node, ir.Value | list[Any]] = {}
         self._uses: dict[torch.fx.Node, int] = {}
         self._n_inputs = 0
+        self._n_regions = 0
 
     def add(self, node: torch.fx.Node) -> None:
         if node.op == "placeholder":
@@ -146,6 +148,8 @@ class _Importer:
 
     def _output(self, node: torch.fx.Node) -> None:
         (outputs,) = node.args
+        if self._n_regions:
+            raise UnsupportedGraph("it does not leave an autocast region that it entered")
         if not isinstance(outputs, (tuple, list)):
             raise UnsupportedGraph("its output is no tuple")
         self.emitter.step("yield", [self._tensor(value) for value in outputs])
@@ -205,6 +209,25 @@ class _Importer:
             raise UnsupportedGraph(f"{node.name} takes an item of something else than a result")
         self._tensors[node] = items[index]
 
+    def enter_autocast(self, node: torch.fx.Node) -> None:
+        """torch.amp.autocast_mode._enter_autocast, as the tracer records it: nothing left open."""
+        device, dtype, enabled, cache = node.args
+        self._n_regions += 1
+        self.emitter.step(
+            "autocast_enter",
+            device=_frame.enum_number(torch.device(str(device))) & 255,
+            dtype=_frame.enum_number(dtype),
+            enabled=int(bool(enabled)),
+            cache=int(bool(cache)),
+        )
+
+    def exit_autocast(self, node: torch.fx.Node) -> None:
+        """torch.amp.autocast_mode._exit_autocast"""
+        self._n_regions -= 1
+        if self._n_regions < 0:
+            raise UnsupportedGraph("it leaves an autocast region that it did not enter")
+        self.emitter.step("autocast_exit")
+
     def set_grad_mode(self, node: torch.fx.Node) -> None:
         """torch._C._set_grad_enabled"""
         self.emitter.step("grad_mode", enabled=int(bool(node.args[0])))
@@ -213,6 +236,8 @@ class _Importer:
 _FUNCTIONS: dict[Any, Callable[[_Importer, torch.fx.Node], None]] = {
     operator.getitem: _Importer.getitem,
     torch._C._set_grad_enabled: _Importer.set_grad_mode,
+    torch.amp.autocast_mode._enter_autocast: _Importer.enter_autocast,
+    torch.amp.autocast_mode._exit_autocast: _Importer.exit_autocast,
 }
 
 
@@ -229,9 +254,9 @@ def _argument(
     else:
         raise UnsupportedGraph(f"{target} lacks its argument {argument.name}")
     kind = str(argument.type)
-    # The runtime makes a number the tensor that eager's bindings make of it.
-    number = type(value) in (bool, int, float, complex)
-    if kind in ("Tensor", "Optional[Tensor]") and value is not None and not number:
+    if kind in ("Tensor", "Optional[Tensor]") and value is not None:
+        if type(value) in (bool, int, float, complex):
+            return "number", value
         return "tensor", slot(value)
     if kind == "List[Tensor]":
         return "tensors", [slot(item) for item in value]

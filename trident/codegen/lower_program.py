@@ -1,8 +1,9 @@
 """Host programs: ``scm.program`` to a table of operator calls, and to LLVM.
 
-The native function is ``void program(ProgramState *)`` of ``runtime/program.h``: it calls the
-functions declared there, one per step. Each tensor has a slot: the inputs first, then constants,
-then what operators return. A result that nothing uses gets none.
+The native function is ``void program(ProgramState *)`` of ``runtime/program.h``: one step after the
+other, it calls functions declared there or an operator's own (see ``abi.py``). Each tensor has a
+slot: the inputs first, then constants, then what operators return. A result that nothing uses is
+released at once.
 """
 
 from __future__ import annotations
@@ -14,25 +15,29 @@ from torch_mlir import ir
 from torch_mlir.dialects import llvm
 
 from trident import _frame
+from trident.codegen.abi import Constants, DirectCall, Word, address, direct_call
 from trident.codegen.dialect import Program, session
 from trident.codegen.import_graph import Call, Slot
 from trident.codegen.registry import register
 from trident.errors import UnsupportedGraph
 
 PROGRAM_ENTRY = "program"
+_MEMORY = "program_constants"
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ProgramTable:
-    """What a ``_frame.NativeProgram`` is made of, and `steps`: (runtime function, its integers)."""
+    """What a ``_frame.NativeProgram`` is made of, and `steps`: (runtime function, its integers), or
+    ("direct", (DirectCall, step)). `memory` holds the constants of direct calls."""
 
     n_inputs: int
     n_slots: int
     outputs: list[int]
-    constants: list[Any]
+    constants: list[tuple[int, Any]]
     calls: list[tuple[str, str, list[tuple[str, Any]], list[Any]]]
     lines: list[tuple[str, str, int]]
-    steps: list[tuple[str, tuple[int, ...]]]
+    steps: list[tuple[str, tuple[Any, ...]]]
+    memory: Constants
 
 
 def lower_program(program: Program) -> ProgramTable:
@@ -51,48 +56,182 @@ def lower_program(program: Program) -> ProgramTable:
         return context.table()
 
 
-def emit_program(table: ProgramTable, module: ir.Module) -> dict[str, int]:
-    """Add the function of `table` to an LLVM module; returns the addresses of what it calls."""
+def emit_program(table: ProgramTable, module: ir.Module) -> tuple[dict[str, int], Any]:
+    """Add the function of `table` to an LLVM module; returns the addresses of what it refers to,
+    and what keeps its constants alive."""
     with session():
-        pointer, i32 = ir.Type.parse("!llvm.ptr"), ir.IntegerType.get_signless(32)
-        external = ir.Attribute.parse("#llvm.linkage<external>")
-        symbols: dict[str, int] = {}
+        writer = _Writer(module)
+        for name, values in table.steps:
+            if name == "direct":
+                writer.direct(*values)
+            else:
+                writer.call(name, values)
+        return writer.finish(table.memory)
 
-        def declare(name: str, n_integers: int) -> llvm.LLVMFuncOp:
-            arguments = ", ".join(["ptr"] + ["i32"] * n_integers)
-            kind = ir.TypeAttr.get(ir.Type.parse(f"!llvm.func<void ({arguments})>"))
-            with ir.InsertionPoint(module.body):
-                return llvm.LLVMFuncOp(name, kind, linkage=external)
 
-        function = declare(PROGRAM_ENTRY, 0)
-        # Exceptions of operators pass through it to the runtime.
+class _Writer:
+    """Writes the function ``program``. Exceptions of operators pass through it to the runtime."""
+
+    def __init__(self, module: ir.Module) -> None:
+        self._module = module
+        self._types = {
+            text: ir.Type.parse(text) for text in ("i8", "i32", "i64", "f64", "!llvm.ptr")
+        }
+        self._external = ir.Attribute.parse("#llvm.linkage<external>")
+        self._no_flags = ir.IntegerAttr.get(self._types["i32"], 0)
+        self._symbols: dict[str, int] = {}
+        function = self._declare(PROGRAM_ENTRY, "!llvm.func<void (ptr)>")
         function.attributes["passthrough"] = ir.Attribute.parse('[["uwtable", "2"]]')
-        block = function.regions[0].blocks.append(pointer)
-        constants: dict[int, ir.Value] = {}
-        for name, integers in table.steps:
-            if name not in symbols:
-                symbols[name] = _frame.program_function(name)
-                declare(name, len(integers))
-            for value in integers:
-                if value not in constants:
-                    with ir.InsertionPoint.at_block_begin(block):
-                        constants[value] = llvm.ConstantOp(
-                            i32, ir.IntegerAttr.get(i32, value)
-                        ).result
-            with ir.InsertionPoint(block):
-                operands = [block.arguments[0], *(constants[value] for value in integers)]
-                llvm.CallOp(None, operands, [], [], callee=name)
-        with ir.InsertionPoint(block):
+        self._block = function.regions[0].blocks.append(self._types["!llvm.ptr"])
+        self._constants: dict[tuple[str, int], ir.Value] = {}
+        self._state = self._block.arguments[0]
+        self._memory: ir.Value | None = None
+        with ir.InsertionPoint(self._block):
+            self._slots = llvm.LoadOp(self._types["!llvm.ptr"], self._state).result
+            self._step = self._element(self._state, 1)
+
+    def finish(self, memory: Constants) -> tuple[dict[str, int], Any]:
+        with ir.InsertionPoint(self._block):
             llvm.ReturnOp()
-        return symbols
+        keepalive = None
+        if self._memory is not None:
+            self._symbols[_MEMORY], keepalive = memory.freeze()
+        return self._symbols, keepalive
+
+    def call(self, name: str, integers: tuple[int, ...]) -> None:
+        """A call of the runtime's function `name`."""
+        if name not in self._symbols:
+            self._symbols[name] = _frame.program_function(name)
+            arguments = ", ".join(["ptr"] + ["i32"] * len(integers))
+            self._declare(name, f"!llvm.func<void ({arguments})>")
+        values = [self._state, *(self._integer("i32", value) for value in integers)]
+        with ir.InsertionPoint(self._block):
+            llvm.CallOp(None, values, [], [], callee=name)
+
+    def direct(self, call: DirectCall, step: int) -> None:
+        """A call of an operator's own function."""
+        with ir.InsertionPoint(self._block):
+            llvm.StoreOp(self._integer("i64", step), self._step)
+            result, values, kinds, attributes = self._result(call), [], [], []
+            if result is not None:
+                values.append(result)
+                kinds.append("ptr")
+                attributes.append("{}")
+            for kind, value in call.arguments:
+                if kind == "float":
+                    values.append(self._float(value))
+                    kinds.append("f64")
+                    attributes.append("{}")
+                elif kind == "word":
+                    values.append(self._word(value))
+                    kinds.append("ptr" if value[0] != "int" else "i64")
+                    attributes.append("{}")
+                else:
+                    values.append(self._words(value))
+                    kinds.append("ptr")
+                    fields = ", ".join(["i64"] * len(value))
+                    attributes.append(f"{{llvm.byval = !llvm.struct<({fields})>}}")
+            argument_attributes = ir.Attribute.parse("[" + ", ".join(attributes) + "]")
+            if call.symbol not in self._symbols:
+                self._symbols[call.symbol] = address(call.symbol)
+                signature = f"!llvm.func<void ({', '.join(kinds)})>"
+                declared = self._declare(call.symbol, signature)
+                declared.attributes["arg_attrs"] = argument_attributes
+            done = llvm.CallOp(None, values, [], [], callee=call.symbol)
+            done.attributes["arg_attrs"] = argument_attributes
+            self._take(call, result)
+        self.call("trident_program_after", ())
+
+    def _result(self, call: DirectCall) -> ir.Value | None:
+        """Where the operator puts its result."""
+        kind, value = call.result
+        if kind == "slot" and value is not None:
+            return self._element(self._slots, value)
+        if kind in ("slot", "tuple"):
+            return self._space(1 if kind == "slot" else len(value))
+        return self._words([("int", 0)] * 3) if kind == "list" else None
+
+    def _take(self, call: DirectCall, result: ir.Value | None) -> None:
+        kind, value = call.result
+        pointer = self._types["!llvm.ptr"]
+        if kind == "tuple":
+            for position, slot in enumerate(value):  # a tuple has its last element first
+                element = self._element(result, len(value) - 1 - position)
+                made = llvm.LoadOp(pointer, element).result
+                llvm.StoreOp(made, self._element(self._slots, slot))
+        elif kind == "list":
+            name = "trident_program_take"
+            if name not in self._symbols:
+                self._symbols[name] = _frame.program_function(name)
+                self._declare(name, "!llvm.func<void (ptr, ptr, i32, i32)>")
+            numbers = [self._integer("i32", number) for number in value]
+            llvm.CallOp(None, [self._state, result, *numbers], [], [], callee=name)
+        elif kind == "alias":
+            self.call("trident_program_alias", value)
+
+    def _word(self, word: Word) -> ir.Value:
+        kind, value = word
+        if kind == "int":
+            return self._integer("i64", value)
+        if kind == "slot":
+            return self._element(self._slots, value)
+        if kind == "tensor":
+            slot = self._element(self._slots, value)
+            return llvm.LoadOp(self._types["!llvm.ptr"], slot).result
+        if kind == "constant":
+            flags = self._no_flags
+            pointer, i8 = self._types["!llvm.ptr"], self._types["i8"]
+            return llvm.GEPOp(pointer, self._constant_memory(), [], [value], i8, flags).result
+        return self._words(value)
+
+    def _words(self, words: list[Word]) -> ir.Value:
+        """These words, on the stack."""
+        made = [self._word(word) for word in words]
+        space = self._space(len(words))
+        for position, value in enumerate(made):
+            llvm.StoreOp(value, self._element(space, position))
+        return space
+
+    def _space(self, n: int) -> ir.Value:
+        pointer = self._types["!llvm.ptr"]
+        return llvm.AllocaOp(pointer, self._integer("i64", n), self._types["i64"]).result
+
+    def _element(self, array: ir.Value | None, position: int) -> ir.Value:
+        pointer, i64 = self._types["!llvm.ptr"], self._types["i64"]
+        return llvm.GEPOp(pointer, array, [], [position], i64, self._no_flags).result
+
+    def _constant_memory(self) -> ir.Value:
+        if self._memory is None:
+            with ir.InsertionPoint(self._module.body):
+                llvm.GlobalOp(self._types["i8"], _MEMORY, self._external)
+            with ir.InsertionPoint.at_block_begin(self._block):
+                self._memory = llvm.AddressOfOp(self._types["!llvm.ptr"], _MEMORY).result
+        return self._memory
+
+    def _integer(self, kind: str, value: int) -> ir.Value:
+        if (kind, value) not in self._constants:
+            attribute = ir.IntegerAttr.get(self._types[kind], value)
+            with ir.InsertionPoint.at_block_begin(self._block):
+                made = llvm.ConstantOp(self._types[kind], attribute).result
+            self._constants[kind, value] = made
+        return self._constants[kind, value]
+
+    def _float(self, value: float) -> ir.Value:
+        attribute = ir.FloatAttr.get(self._types["f64"], value)
+        return llvm.ConstantOp(self._types["f64"], attribute).result
+
+    def _declare(self, name: str, signature: str) -> llvm.LLVMFuncOp:
+        kind = ir.TypeAttr.get(ir.Type.parse(signature))
+        with ir.InsertionPoint(self._module.body):
+            return llvm.LLVMFuncOp(name, kind, linkage=self._external)
 
 
 def make_native(table: ProgramTable, globals_: dict[str, Any], file: str) -> Any:
     """The ``_frame.NativeProgram`` of `table`. `globals_` and `file` are those of the user's
     function, for the warnings that its operators give."""
     native = _frame.NativeProgram(table.n_inputs, table.n_slots, globals_, file)
-    for tensor in table.constants:
-        native.add_constant(tensor)
+    for slot, value in table.constants:
+        native.add_constant(slot, value)
     for call in table.calls:
         native.add_call(*call)
     native.finish(table.outputs, table.lines)
@@ -106,15 +245,26 @@ class _Context:
         self.n_inputs = 0
         self.n_slots = 0
         self.outputs: list[int] = []
-        self.constants: list[Any] = []
+        self.constants: list[tuple[int, Any]] = []
+        self._numbers: dict[tuple[type, str], int] = {}
         self.calls: list[tuple[str, str, list[tuple[str, Any]], list[Any]]] = []
         self.lines: list[tuple[str, str, int]] = []
-        self.steps: list[tuple[str, tuple[int, ...]]] = []
+        self.steps: list[tuple[str, tuple[Any, ...]]] = []
+        self.memory = Constants()
 
     def new_slot(self, value: ir.Value) -> int:
         slot = self.slots[value] = self.n_slots
         self.n_slots += 1
         return slot
+
+    def number(self, value: Any) -> int:
+        """The slot of the tensor that eager's bindings make of a number."""
+        key = type(value), repr(value)
+        if key not in self._numbers:
+            self._numbers[key] = self.n_slots
+            self.constants.append((self.n_slots, value))
+            self.n_slots += 1
+        return self._numbers[key]
 
     def table(self) -> ProgramTable:
         return ProgramTable(
@@ -125,6 +275,7 @@ class _Context:
             self.calls,
             self.lines,
             self.steps,
+            self.memory,
         )
 
 
@@ -144,10 +295,8 @@ def lower_input(context: _Context, op: ir.Operation) -> None:
 
 @program_rule("constant_tensor")
 def lower_constant_tensor(context: _Context, op: ir.Operation) -> None:
-    if context.n_slots != context.n_inputs + len(context.constants):
-        raise UnsupportedGraph("a constant tensor comes after an operator")
-    context.new_slot(op.results[0])
-    context.constants.append(context.objects[op.attributes["object"].value])
+    slot = context.new_slot(op.results[0])
+    context.constants.append((slot, context.objects[op.attributes["object"].value]))
 
 
 @program_rule("operator")
@@ -160,19 +309,28 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
             return operands[value.index]
         return [slots(item) for item in value] if isinstance(value, list) else value
 
-    arguments = [
-        (kind, value if kind in ("constant", "default") else slots(value))
-        for kind, value in call.arguments
-    ]
-    made = [context.new_slot(r) if any(True for _ in r.uses) else None for r in op.results]
+    arguments: list[tuple[str, Any]] = []
+    for kind, value in call.arguments:
+        if kind == "number":
+            arguments.append(("tensor", context.number(value)))
+        else:
+            plain = kind in ("constant", "default")
+            arguments.append((kind, value if plain else slots(value)))
+    made = [context.new_slot(r) for r in op.results]
+    unused = [context.slots[r] for r in op.results if not any(True for _ in r.uses)]
     results: list[Any] = []
     for count in call.returns:
         results.append(made.pop(0) if count is None else [made.pop(0) for _ in range(count)])
-    name, overload = call.operator._schema.name, call.operator._schema.overload_name
-    context.calls.append((name, overload, arguments, results))
     context.lines.append((call.line.file, call.line.function, call.line.line))
     step = len(context.lines) - 1
-    context.steps.append(("trident_program_call", (len(context.calls) - 1, step)))
+    direct = direct_call(call.operator, arguments, results, context.memory)
+    if direct is not None:
+        context.steps.append(("direct", (direct, step)))
+    else:
+        name, overload = call.operator._schema.name, call.operator._schema.overload_name
+        context.calls.append((name, overload, arguments, results))
+        context.steps.append(("trident_program_call", (len(context.calls) - 1, step)))
+    context.steps += [("trident_program_release", (slot,)) for slot in unused]
 
 
 @program_rule("release")
@@ -185,6 +343,18 @@ def lower_release(context: _Context, op: ir.Operation) -> None:
 @program_rule("grad_mode")
 def lower_grad_mode(context: _Context, op: ir.Operation) -> None:
     context.steps.append(("trident_program_grad_mode", (op.attributes["enabled"].value,)))
+
+
+@program_rule("autocast_enter")
+def lower_autocast_enter(context: _Context, op: ir.Operation) -> None:
+    names = ("device", "dtype", "enabled", "cache")
+    values = tuple(op.attributes[name].value for name in names)
+    context.steps.append(("trident_program_autocast_enter", values))
+
+
+@program_rule("autocast_exit")
+def lower_autocast_exit(context: _Context, op: ir.Operation) -> None:
+    context.steps.append(("trident_program_autocast_exit", ()))
 
 
 @program_rule("yield")

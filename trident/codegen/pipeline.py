@@ -45,7 +45,8 @@ class Built:
     `plan_reason` says why. `plan_locals` are the frame locals that the plan loads, by index; a
     NULL among them makes it raise (see there). `counts` is the number of rows per operation,
     `build_s` the time that the build took, in seconds. `has_graph`: the frame runs a graph; then
-    `program` is its native host program, or None and `program_reason` says why. A plan with a
+    `program` is its native host program, or None and `program_reason` says why; it has
+    `n_operators` calls of operators, those of `boxed` through the boxed dispatcher. A plan with a
     program is for functions with the globals `globals` only.
     """
 
@@ -58,6 +59,8 @@ class Built:
     has_graph: bool = False
     program: Any = None
     program_reason: str | None = None
+    n_operators: int = 0
+    boxed: tuple[str, ...] = ()
     globals: dict[str, Any] | None = None
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     build_s: float = 0.0
@@ -192,6 +195,8 @@ def _lower_plan(built: Built, program: Program, file: str) -> None:
         if built.has_graph and built.globals is not None:
             table = lower_program(program)
             built.program = make_native(table, built.globals, file)
+            built.n_operators = len(table.lines)
+            built.boxed = tuple(sorted({f"{c[0]}.{c[1]}".rstrip(".") for c in table.calls}))
             address = built.program.address
         native = lower_plan(program, address, built.globals)
     except (UnsupportedPlan, UnsupportedGraph) as error:
@@ -201,7 +206,9 @@ def _lower_plan(built: Built, program: Program, file: str) -> None:
         return
     symbols = native.symbols
     if table is not None:
-        symbols = {**symbols, **emit_program(table, native.module)}
+        more, memory = emit_program(table, native.module)
+        symbols = {**symbols, **more}
+        native.keepalive.append(memory)
     built.plan = jit.compile(native.module, symbols, native.keepalive)
     built.plan_address = built.plan.address(ENTRY)
     built._llvm = native.module

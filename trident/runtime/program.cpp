@@ -2,6 +2,7 @@
 
 #include "dynamo_api.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
@@ -76,12 +77,20 @@ bool plain_tensor(PyObject *o) { return THPVariable_CheckExact(o); }
 
 } // namespace
 
+struct AutocastRegion {
+  at::DeviceType device;
+  at::ScalarType dtype;
+  bool enabled, cache;
+};
+
+/* JIT'd code knows where the first two are. */
 struct ProgramState {
   at::Tensor *slots;
+  int64_t step;
   const HostProgram *program;
   WarningBuffer warnings;
   uint64_t deadline;
-  int32_t step = -1;
+  std::vector<AutocastRegion> regions{}; /* the state before each open one */
 };
 
 namespace {
@@ -102,14 +111,18 @@ inline void after_operator(ProgramState *state) {
   if (__builtin_expect(!state->warnings.pending.empty() || ticks() > state->deadline, 0)) attend(state);
 }
 
+void check_count(size_t found, size_t expected) {
+  TORCH_CHECK(found == expected, "an operator returned ", found, " tensors where it returned ", expected,
+              " when the graph was traced");
+}
+
 void store(ProgramState *state, const ProgramResult &result, c10::IValue &&value) {
   if (!result.is_list) {
     if (result.slots[0] >= 0) state->slots[result.slots[0]] = std::move(value).toTensor();
     return;
   }
   std::vector<at::Tensor> items = std::move(value).toTensorVector();
-  TORCH_CHECK(items.size() == result.slots.size(), "an operator returned ", items.size(),
-              " tensors where it returned ", result.slots.size(), " when the graph was traced");
+  check_count(items.size(), result.slots.size());
   for (size_t i = 0; i < items.size(); i++)
     if (result.slots[i] >= 0) state->slots[result.slots[i]] = std::move(items[i]);
 }
@@ -165,6 +178,7 @@ bool execute(ProgramState *state) {
   if (failure) {
     ok = false;
     c10::GradMode::set_enabled(grad_mode);
+    while (!state->regions.empty()) trident_program_autocast_exit(state);
     try {
       std::rethrow_exception(failure);
     } catch (...) {
@@ -212,7 +226,6 @@ bool get_argument(PyObject *description, const c10::Argument &schema, const Host
   const std::string text(kind);
   if (text == "constant" || text == "default") {
     out->kind = ProgramArgument::Kind::constant;
-    torch::jit::ToIValueAllowNumbersAsTensors numbers(true); /* as eager's bindings */
     out->value = text == "constant" ? torch::jit::toIValue(value, schema.real_type())
                                     : schema.default_value().value();
     return true;
@@ -267,13 +280,27 @@ int program_add_call(HostProgram *program, const char *name, const char *overloa
   }
 }
 
-bool program_add_constant(HostProgram *program, PyObject *tensor) {
-  if (!plain_tensor(tensor)) {
-    PyErr_SetString(PyExc_TypeError, "a constant of a graph must be a plain tensor");
+bool program_add_constant(HostProgram *program, int slot, PyObject *value) {
+  if (slot < 0 || slot >= program->n_slots) {
+    PyErr_Format(PyExc_ValueError, "no slot %d among %d", slot, program->n_slots);
     return false;
   }
-  program->constants.push_back(THPVariable_Unpack(tensor));
-  return true;
+  if (plain_tensor(value)) {
+    program->constants.emplace_back(slot, THPVariable_Unpack(value));
+    return true;
+  }
+  if (!PyLong_Check(value) && !PyFloat_Check(value) && !PyComplex_Check(value)) {
+    PyErr_SetString(PyExc_TypeError, "a constant of a graph must be a plain tensor or a number");
+    return false;
+  }
+  try {
+    torch::jit::ToIValueAllowNumbersAsTensors numbers(true);
+    program->constants.emplace_back(slot, torch::jit::toIValue(value, c10::TensorType::get()).toTensor());
+    return true;
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return false;
+  }
 }
 
 void program_add_line(HostProgram *program, const char *file, const char *function, int line) {
@@ -295,6 +322,11 @@ uintptr_t program_function_address(const char *name) {
   TRIDENT_FUNCTION(trident_program_call)
   TRIDENT_FUNCTION(trident_program_release)
   TRIDENT_FUNCTION(trident_program_grad_mode)
+  TRIDENT_FUNCTION(trident_program_autocast_enter)
+  TRIDENT_FUNCTION(trident_program_autocast_exit)
+  TRIDENT_FUNCTION(trident_program_after)
+  TRIDENT_FUNCTION(trident_program_alias)
+  TRIDENT_FUNCTION(trident_program_take)
 #undef TRIDENT_FUNCTION
   return 0;
 }
@@ -317,10 +349,10 @@ int32_t trident_program_run(const HostProgram *program, PyObject *const *inputs,
     for (int i = 0; i < program->n_slots; i++) new (slots + i) at::Tensor();
   }
   for (int i = 0; i < program->n_inputs; i++) slots[i] = THPVariable_Unpack(inputs[i]);
-  for (size_t i = 0; i < program->constants.size(); i++) slots[program->n_inputs + i] = program->constants[i];
+  for (const auto &constant : program->constants) slots[constant.first] = constant.second;
   int32_t status = 0;
   {
-    ProgramState state{slots, program, {}, ticks() + kTicksBetweenSignals};
+    ProgramState state{slots, -1, program, {}, ticks() + kTicksBetweenSignals};
     if (!execute(&state)) status = 1;
   }
   size_t made = 0;
@@ -376,6 +408,40 @@ void trident_program_call(ProgramState *state, int32_t index, int32_t step) {
 }
 
 void trident_program_release(ProgramState *state, int32_t slot) { state->slots[slot].reset(); }
+
+void trident_program_autocast_enter(ProgramState *state, int32_t device, int32_t dtype, int32_t enabled,
+                                    int32_t cache) {
+  const auto type = static_cast<at::DeviceType>(device);
+  state->regions.push_back({type, at::autocast::get_autocast_dtype(type),
+                            at::autocast::is_autocast_enabled(type),
+                            at::autocast::is_autocast_cache_enabled()});
+  at::autocast::set_autocast_enabled(type, enabled != 0);
+  at::autocast::set_autocast_dtype(type, static_cast<at::ScalarType>(dtype));
+  at::autocast::increment_nesting();
+  at::autocast::set_autocast_cache_enabled(cache != 0);
+}
+
+void trident_program_autocast_exit(ProgramState *state) {
+  const AutocastRegion before = state->regions.back();
+  state->regions.pop_back();
+  if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  at::autocast::set_autocast_enabled(before.device, before.enabled);
+  at::autocast::set_autocast_dtype(before.device, before.dtype);
+  at::autocast::set_autocast_cache_enabled(before.cache);
+}
+
+void trident_program_after(ProgramState *state) { after_operator(state); }
+
+void trident_program_alias(ProgramState *state, int32_t to, int32_t from) {
+  state->slots[to] = state->slots[from];
+}
+
+void trident_program_take(ProgramState *state, void *vector, int32_t first, int32_t n) {
+  std::vector<at::Tensor> items = std::move(*static_cast<std::vector<at::Tensor> *>(vector));
+  static_cast<std::vector<at::Tensor> *>(vector)->~vector();
+  check_count(items.size(), n);
+  for (int32_t i = 0; i < n; i++) state->slots[first + i] = std::move(items[i]);
+}
 
 void trident_program_grad_mode(ProgramState *, int32_t enabled) { c10::GradMode::set_enabled(enabled != 0); }
 

@@ -50,7 +50,7 @@ struct HostProgram {
   int n_inputs = 0, n_slots = 0; /* the inputs come first */
   std::vector<int> outputs;
   std::vector<ProgramCall> calls;
-  std::vector<at::Tensor> constants; /* copied into their slots, which follow the inputs' */
+  std::vector<std::pair<int, at::Tensor>> constants; /* slot and what it holds from the start */
   std::vector<ProgramLine> lines;    /* by step */
   ProgramFunction function = nullptr;
   PyObject *globals = nullptr; /* of the user's function: for its warnings' registry; borrowed */
@@ -63,12 +63,22 @@ struct HostProgram {
 int program_add_call(HostProgram *program, const char *name, const char *overload, PyObject *arguments,
                      PyObject *results);
 
-/* Appends a tensor that has a slot from the start; false with a Python error set. */
-bool program_add_constant(HostProgram *program, PyObject *tensor);
+/* The slot holds this tensor, or the tensor that eager's bindings make of this number, from the start;
+ * false with a Python error set. */
+bool program_add_constant(HostProgram *program, int slot, PyObject *value);
 
 void program_add_line(HostProgram *program, const char *file, const char *function, int line);
 void program_set_function(HostProgram *program, uintptr_t address);
 uintptr_t program_function_address(const char *name); /* of the functions below; 0 for other names */
+
+/* What of abi.cpp does not hold here, or null. */
+const char *abi_problem();
+int abi_tensor_list_tag(); /* of a list reference to a plain array */
+/* The bytes of a c10::Scalar, or of an optional one; null with a Python error set. */
+PyObject *abi_scalar_bytes(PyObject *number, bool optional);
+
+/* The number in C++ of a dtype, layout, memory format, or device (type, then index); null with an error. */
+PyObject *abi_enum_number(PyObject *value);
 
 /* True when somebody watches operators (a profiler): then the graph runs as stock runs it. */
 bool program_is_observed();
@@ -87,6 +97,16 @@ PyObject *trident_get_global(PyObject *globals, PyObject *name);
 void trident_program_call(ProgramState *state, int32_t call, int32_t step);
 void trident_program_release(ProgramState *state, int32_t slot);
 void trident_program_grad_mode(ProgramState *state, int32_t enabled);
+/* As torch.autocast enters and leaves a region; what is open when an operator raises is left, too. */
+void trident_program_autocast_enter(ProgramState *state, int32_t device, int32_t dtype, int32_t enabled,
+                                    int32_t cache);
+void trident_program_autocast_exit(ProgramState *state);
+/* After an operator that JIT'd code called itself: warnings, signals. */
+void trident_program_after(ProgramState *state);
+/* slots[to] = slots[from]: an operator returned its argument. */
+void trident_program_alias(ProgramState *state, int32_t to, int32_t from);
+/* Moves a std::vector<at::Tensor> of n items into the slots from `first` on, and ends it. */
+void trident_program_take(ProgramState *state, void *vector, int32_t first, int32_t n);
 }
 
 } // namespace trident
