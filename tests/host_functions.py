@@ -298,16 +298,44 @@ def containers_in_place(x: Any, y: Any, w: Any) -> Any:
     return made, table, len(made)
 
 
-@not_native
 @function
 def named_tuple_out(x: Any, y: Any, w: Any) -> Any:
     return Pair(x + 1, y)
 
 
-@not_native
 @function
 def dataclass_out(x: Any, y: Any, w: Any) -> Any:
     return Result(x + 1, more=[y * 2])
+
+
+COUNT = 0
+LOG: list[Any] = []
+
+
+@function
+def global_store(x: Any, y: Any, w: Any) -> Any:
+    global COUNT
+    COUNT = (x + 1).ndim
+    return x * 2
+
+
+@function
+def attribute_of_a_tensor(x: Any, y: Any, w: Any) -> Any:
+    x.note = "text"
+    return x * 2, x
+
+
+@function
+def list_of_a_global(x: Any, y: Any, w: Any) -> Any:
+    LOG.clear()
+    LOG.append(x * 2)
+    return x + 1
+
+
+@function
+def dict_of_an_argument(x: Any, y: Any, w: Any, table: Any = {}) -> Any:  # noqa: B006
+    table["x"] = x + 1
+    return table["x"] * 2
 
 
 # ---- training ----
@@ -343,6 +371,13 @@ def norms_and_dropout(x: Any, y: Any, w: Any) -> Any:
 def embedding_bag(x: Any, y: Any, w: Any) -> Any:
     h = F.embedding(torch.tensor([[0, 1], [2, 2]]), w).sum(1)
     return (h.sigmoid() * x[:2]).sum() + y.prod(), None
+
+
+@trained
+def in_autocast(x: Any, y: Any, w: Any) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = torch.relu(x @ w) @ w
+        return (h * y).float().pow(2).mean(), h
 
 
 @trained

@@ -57,6 +57,7 @@ cdef extern from "runtime/scm.h" namespace "trident":
         vector[int] plan_locals
         PyObject *plan_globals
         cbool has_program
+        cbool may_call
         PyCodeObject *code
         PyObject *backend
         PyObject *handle

@@ -180,10 +180,11 @@ cdef class NativeSpecialization:
         Py_INCREF(handle)
         self.native.handle = <PyObject *>handle
 
-    def set_program(self, dict globals_ not None) -> None:
+    def set_program(self, dict globals_ not None, cbool may_call) -> None:
         """The plan runs a host program, and is for functions with these globals (which the handle
-        keeps alive)."""
+        keeps alive). `may_call`: it may run code of the user's, so only the hook runs it."""
         self.native.has_program = True
+        self.native.may_call = may_call
         self.native.plan_globals = <PyObject *>globals_
 
     def set_origin(self, code, backend, int64_t isolate_id, str annotation) -> None:

@@ -85,7 +85,7 @@ class Entry:
         handle = (spec, built.plan, built.program, built.globals)
         native.set_plan(built.plan_address, handle, built.plan_locals)
         if built.program is not None and built.globals is not None:
-            native.set_program(built.globals)
+            native.set_program(built.globals, built.may_call)
         if spec.alive:
             self.native = native
 

@@ -25,6 +25,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from trident.errors import UnsupportedGraph
 
 _KEY = "trident"
+# Where a traced module has, for each autocast region that it enters, what the user said of its
+# cache: None for nothing. (The tracer turns the cache off, and would record that.)
+AUTOCAST_CACHES = "trident_autocast_caches"
 # They change what a tensor is, not what it holds: the trace would change its example, too, and
 # eager's checks (of a leaf, say) depend on more than its metadata.
 _METADATA_MUTATIONS = frozenset(
@@ -101,6 +104,7 @@ def _trace(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         copies = [_copy(example) for example in examples]
         traced = make_fx(interpreter.run, tracing_mode="real", pre_dispatch=True)(*copies)
     interpreter.compare()
+    traced.meta[AUTOCAST_CACHES] = interpreter.autocast_caches
     return traced
 
 
@@ -152,6 +156,7 @@ class _Interpreter(torch.fx.Interpreter):
     def __init__(self, module: torch.fx.GraphModule) -> None:
         super().__init__(module)
         self._found: list[tuple[torch.fx.Node, Any]] = []
+        self.autocast_caches: list[bool | None] = []
         self._regions: dict[torch.fx.Node, Any] = {}
 
     def run_node(self, n: torch.fx.Node) -> Any:
@@ -161,6 +166,7 @@ class _Interpreter(torch.fx.Interpreter):
             region = self._regions[n] = torch.autocast(*arguments)
             if len(arguments) > 2 and bool(arguments[2]) is not region._enabled:
                 raise UnsupportedGraph("torch.autocast disables itself, with a warning")
+            self.autocast_caches.append(arguments[3] if len(arguments) > 3 else None)
             region.__enter__()
             return None
         if n.target is torch.amp.autocast_mode._exit_autocast:

@@ -120,11 +120,18 @@ PLAN_STEPS: dict[str, tuple[str, ...]] = {
     "tuple": (),
     "list": (),
     "dict": (),
-    "call_helper": (),
+    "call_function": (),
+}
+# Steps of a plan that only have an effect.
+PLAN_EFFECTS: dict[str, tuple[str, ...]] = {
+    "store_attr": ("object",),
+    "store_item": (),
+    "store_global": ("object",),
 }
 PLAN_OPS = (
     *("argument", "free_variable", "constant", "return", "run_code", "run_program"),
     *PLAN_STEPS,
+    *PLAN_EFFECTS,
 )
 
 
@@ -167,6 +174,8 @@ def _define_operations() -> None:
     values = {"values": Sequence[value]}  # type: ignore[valid-type]
     for name, attributes in PLAN_STEPS.items():
         _define(name, {**values, **dict.fromkeys(attributes, integer), **result})
+    for name, attributes in PLAN_EFFECTS.items():
+        _define(name, {**values, **dict.fromkeys(attributes, integer)})
     outputs = {"outputs": Sequence[ext.Result[ObjectType]]}
     _define("run_program", {**values, **outputs})
     _define("return", {"value": value}, terminator=True)

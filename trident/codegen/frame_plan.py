@@ -13,7 +13,7 @@ import dataclasses
 import dis
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, ModuleType
 from typing import Any, Protocol
 
@@ -61,8 +61,10 @@ class Container:
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class Step:
     """What happens at its place in the order of the code. `kind`: "get_attr" (`constant` is the
-    name), "get_item" (of a value and a key), "get_global" (`constant` is the name) or "call_helper"
-    (of a Constant and arguments)."""
+    name), "get_item" (of a value and a key), "get_global" (`constant` is the name), "call" (of a
+    function and arguments), and for the effect "store_attr" (on an object, of a value; `constant`
+    is the name), "store_item" (on a container, of a key and a value) and "store_global" (of a
+    value; `constant` is the name)."""
 
     kind: str
     values: tuple[Expression, ...]
@@ -91,12 +93,14 @@ Expression = Argument | Constant | Known | Null | Container | Step | GraphCall |
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class Plan:
     """The frame's `result`. `loaded`: what must be bound, whether or not the result needs it.
-    `steps` happen in their order, then the containers are made that are needed."""
+    `steps` happen in their order, then the containers are made that are needed. `may_call`: a step
+    may run Python code of the user's, which Dynamo is to see."""
 
     result: Expression
     loaded: tuple[Argument, ...]
     steps: tuple[Step | GraphCall, ...]
     code_name: str
+    may_call: bool = False
 
     @property
     def call(self) -> GraphCall | None:
@@ -148,7 +152,7 @@ def analyze(code: CodeType, framelocals: tuple[str, ...], known: Globals | None 
         if result is not None:
             frame.check_value(instruction, result)
             loaded = tuple(frame.arguments.values())
-            return Plan(result, loaded, tuple(frame.steps), code.co_name)
+            return Plan(result, loaded, tuple(frame.steps), code.co_name, frame.may_call)
     raise UnsupportedPlan(f"{_place(code)}: it does not return")
 
 
@@ -166,6 +170,8 @@ class _Frame:
         self.assigned: dict[int, Expression] = {}
         self.cells: set[int] = set()
         self.called = False  # the graph; what was fetched may be abandoned until then
+        self.may_call = False
+        self._used: set[int] = set()  # containers that exist already at some step
         self.n_arguments = code.co_argcount + code.co_kwonlyargcount
         self.n_arguments += bool(code.co_flags & inspect.CO_VARARGS)
         self.n_arguments += bool(code.co_flags & inspect.CO_VARKEYWORDS)
@@ -210,8 +216,27 @@ class _Frame:
             raise self.unsupported(instruction, "what it uses is not an object of the user's")
 
     def add(self, step: Step | GraphCall) -> None:
+        """Append a step, and push its value."""
+        self._use(step.values)
         self.steps.append(step)
         self.stack.append(step)
+
+    def add_effect(self, instruction: dis.Instruction, step: Step) -> None:
+        """Append a step without a value."""
+        if self.known is None or not self.called:
+            raise self.unsupported(instruction, "an effect before the graph")
+        self.may_call = True
+        self._use(step.values)
+        self.steps.append(step)
+
+    def _use(self, values: Iterable[Expression]) -> None:
+        for value in values:
+            if isinstance(value, Container):
+                self._used.add(id(value))
+                self._use(value.items)
+
+    def is_used(self, container: Container) -> bool:
+        return id(container) in self._used
 
     def unsupported(self, instruction: dis.Instruction, why: str = "") -> UnsupportedPlan:
         text = f"{instruction.opname} {instruction.argrepr}".strip()
@@ -345,7 +370,7 @@ def _list_append(frame: _Frame, instruction: dis.Instruction) -> None:
 def _list_below(frame: _Frame, instruction: dis.Instruction) -> Container:
     depth = _argument(instruction)
     target = frame.stack[-depth] if 0 < depth <= len(frame.stack) else None
-    if not isinstance(target, Container) or target.kind != "list":
+    if not isinstance(target, Container) or target.kind != "list" or frame.is_used(target):
         raise frame.unsupported(instruction)
     return target
 
@@ -380,10 +405,55 @@ def _load_attr(frame: _Frame, instruction: dis.Instruction) -> None:
     if isinstance(owner, Known) and isinstance(owner.value, ModuleType) and not method:
         frame.stack.append(Known(getattr(owner.value, name)))
         return
+    _add_attribute(frame, instruction, owner, name, method)
+
+
+@_rule("LOAD_METHOD")
+def _load_method(frame: _Frame, instruction: dis.Instruction) -> None:
+    name = frame.code.co_names[_argument(instruction)]
+    _add_attribute(frame, instruction, frame.pop(instruction), name, True)
+
+
+def _add_attribute(
+    frame: _Frame, instruction: dis.Instruction, owner: Expression, name: str, method: bool
+) -> None:
     frame.check_value(instruction, owner)
-    if method or frame.known is None:
+    if frame.known is None:
         raise frame.unsupported(instruction)
+    if method and sys.version_info < (3, 13):
+        frame.stack.append(Null())
     frame.add(Step("get_attr", (owner,), name))
+    if method and sys.version_info >= (3, 13):
+        frame.stack.append(Null())
+
+
+@_rule("STORE_ATTR")
+def _store_attr(frame: _Frame, instruction: dis.Instruction) -> None:
+    name = frame.code.co_names[_argument(instruction)]
+    owner, value = frame.pop_value(instruction), frame.pop_value(instruction)
+    frame.add_effect(instruction, Step("store_attr", (owner, value), name))
+
+
+@_rule("STORE_SUBSCR")
+def _store_subscr(frame: _Frame, instruction: dis.Instruction) -> None:
+    key, container = frame.pop_value(instruction), frame.pop_value(instruction)
+    value = frame.pop_value(instruction)
+    frame.add_effect(instruction, Step("store_item", (container, key, value)))
+
+
+@_rule("STORE_GLOBAL")
+def _store_global(frame: _Frame, instruction: dis.Instruction) -> None:
+    value = frame.pop_value(instruction)
+    frame.add_effect(instruction, Step("store_global", (value,), instruction.argval))
+
+
+@_rule("BUILD_SLICE")
+def _build_slice(frame: _Frame, instruction: dis.Instruction) -> None:
+    parts = [frame.pop(instruction) for _ in range(_argument(instruction))][::-1]
+    constants = [part.value for part in parts if isinstance(part, Constant)]
+    if len(constants) != len(parts):
+        raise frame.unsupported(instruction, "it is not of constants")
+    frame.stack.append(Constant(slice(*constants)))
 
 
 @_rule("BINARY_SUBSCR")
@@ -417,8 +487,16 @@ def _call(frame: _Frame, instruction: dis.Instruction) -> None:
     arguments = [frame.pop(instruction) for _ in range(_argument(instruction))][::-1]
     pair = [frame.pop(instruction), frame.pop(instruction)]
     functions = [item for item in pair if not isinstance(item, Null)]
-    if len(functions) != 1 or not isinstance(functions[0], Known) or frame.known is None:
+    if len(functions) != 1 or frame.known is None:
         raise frame.unsupported(instruction, "what it calls is not known")
+    if not isinstance(functions[0], Known):
+        for value in (functions[0], *arguments):
+            frame.check_value(instruction, value)
+        if not frame.called:
+            raise frame.unsupported(instruction, "a call before the graph")
+        frame.may_call = True
+        frame.add(Step("call", (functions[0], *arguments)))
+        return
     function = functions[0].value
     if frame.known.is_profiling(function):
         frame.stack.append(Known(None))
@@ -428,8 +506,7 @@ def _call(frame: _Frame, instruction: dis.Instruction) -> None:
     if frame.known.is_helper(function):
         if not frame.called:
             raise frame.unsupported(instruction, "a helper that is called before the graph")
-        values = (Constant(function), *arguments)
-        frame.add(Step("call_helper", values))
+        frame.add(Step("call", (Constant(function), *arguments)))
     elif frame.called or isinstance(function, ModuleType):
         raise frame.unsupported(instruction, "what it calls is not known")
     else:

@@ -16,7 +16,7 @@ import torch
 from torch_mlir import ir
 
 from trident import _frame
-from trident.capture.graph import Line, line_of
+from trident.capture.graph import AUTOCAST_CACHES, Line, line_of
 from trident.codegen.dialect import Emitter, safe_text
 from trident.errors import UnsupportedGraph
 
@@ -111,6 +111,7 @@ class _Importer:
         self._uses: dict[torch.fx.Node, int] = {}
         self._n_inputs = 0
         self._n_regions = 0
+        self._caches = iter(module.meta.get(AUTOCAST_CACHES, ()))
 
     def add(self, node: torch.fx.Node) -> None:
         if node.op == "placeholder":
@@ -211,14 +212,15 @@ class _Importer:
 
     def enter_autocast(self, node: torch.fx.Node) -> None:
         """torch.amp.autocast_mode._enter_autocast, as the tracer records it: nothing left open."""
-        device, dtype, enabled, cache = node.args
+        device, dtype, enabled, _ = node.args
+        cache = next(self._caches)
         self._n_regions += 1
         self.emitter.step(
             "autocast_enter",
             device=_frame.enum_number(torch.device(str(device))) & 255,
             dtype=_frame.enum_number(dtype),
             enabled=int(bool(enabled)),
-            cache=int(bool(cache)),
+            cache=-1 if cache is None else int(cache),
         )
 
     def exit_autocast(self, node: torch.fx.Node) -> None:

@@ -30,7 +30,7 @@ from torch_mlir import ir
 from torch_mlir.dialects import llvm
 
 from trident import _frame
-from trident.codegen.dialect import Emitter, ObjectTable, Program, session
+from trident.codegen.dialect import PLAN_EFFECTS, Emitter, ObjectTable, Program, session
 from trident.codegen.frame_plan import (
     Argument,
     Constant,
@@ -83,7 +83,12 @@ def emit_plan(plan: Plan, emitter: Emitter, n_outputs: int = 0) -> None:
             outputs = emitter.run_program(operands, n_outputs)
             continue
         named = {} if step.constant is None else {"object": objects.add(step.constant)}
-        values[id(step)] = emitter.value(point, step.kind, operands, **named)
+        if step.kind in PLAN_EFFECTS:
+            emitter.effect(point, step.kind, operands, **named)
+        else:
+            # The FETCHES of guards have the name "call" already.
+            name = "call_function" if step.kind == "call" else step.kind
+            values[id(step)] = emitter.value(point, name, operands, **named)
     emitter.effect(point, "return", [emit(plan.result)])
 
 
@@ -223,6 +228,19 @@ class Context:
     def call(self, name: str, signature: str, operands: list[ir.Value]) -> ir.Value:
         """What the function `name` returns, a new reference or NULL with an error set."""
         return self.own(self._call(name, signature, operands))
+
+    def effect(self, name: str, operands: list[ir.Value]) -> None:
+        """Call the function `name`, which returns -1 with an error set, or 0."""
+        i32 = self.kind("i32")
+        status = self._call(name, "!llvm.func<i32 (ptr, ptr, ptr)>", operands, i32)
+        after = self.block.create_after()
+        raised = self.integer("i32", RAISED)
+        with ir.InsertionPoint(self.block):
+            zero = llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, 0)).result
+            equal = ir.IntegerAttr.get(self.kind("i64"), 0)
+            done = llvm.ICmpOp(equal, status, zero).result
+            llvm.CondBrOp(done, [], [raised], after, self._releases[-1])
+        self.block = after
 
     def array(self, items: Sequence[ir.Value]) -> ir.Value:
         """An array of `items` on the stack."""
@@ -419,8 +437,8 @@ def lower_get_global(context: Context, op: ir.Operation, operands: list[ir.Value
     return context.call("trident_get_global", "!llvm.func<ptr (ptr, ptr)>", [globals_, name])
 
 
-@plan_rule("call_helper")
-def lower_call_helper(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
+@plan_rule("call_function")
+def lower_call_function(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
     function, *arguments = operands
     n = context.integer("i64", len(arguments))
     with ir.InsertionPoint(context.block):
@@ -428,6 +446,27 @@ def lower_call_helper(context: Context, op: ir.Operation, operands: list[ir.Valu
     signature = "!llvm.func<ptr (ptr, ptr, i64, ptr)>"
     values = [function, context.array(arguments), n, no_keywords]
     return context.call("PyObject_Vectorcall", signature, values)
+
+
+@plan_rule("store_attr")
+def lower_set_attr(context: Context, op: ir.Operation, operands: list[ir.Value]) -> None:
+    owner, value = operands
+    name = context.object(op.attributes["object"].value)
+    context.effect("PyObject_SetAttr", [owner, name, value])
+
+
+@plan_rule("store_item")
+def lower_set_item(context: Context, op: ir.Operation, operands: list[ir.Value]) -> None:
+    context.effect("PyObject_SetItem", operands)
+
+
+@plan_rule("store_global")
+def lower_set_global(context: Context, op: ir.Operation, operands: list[ir.Value]) -> None:
+    if context.globals is None:
+        raise UnsupportedPlan("the globals of the function are not known")
+    globals_ = context.address("globals", id(context.globals))
+    name = context.object(op.attributes["object"].value)
+    context.effect("PyDict_SetItem", [globals_, name, *operands])
 
 
 @plan_rule("run_program")

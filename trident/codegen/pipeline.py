@@ -46,8 +46,9 @@ class Built:
     NULL among them makes it raise (see there). `counts` is the number of rows per operation,
     `build_s` the time that the build took, in seconds. `has_graph`: the frame runs a graph; then
     `program` is its native host program, or None and `program_reason` says why; it has
-    `n_operators` calls of operators, those of `boxed` through the boxed dispatcher. A plan with a
-    program is for functions with the globals `globals` only.
+    `n_operators` calls of operators, those of `boxed` through the boxed dispatcher. A plan that
+    `may_call` code of the user's runs where Dynamo sees that code. A plan with a program is for
+    functions with the globals `globals` only.
     """
 
     table: GuardTable | None = None
@@ -59,6 +60,7 @@ class Built:
     has_graph: bool = False
     program: Any = None
     program_reason: str | None = None
+    may_call: bool = False
     n_operators: int = 0
     boxed: tuple[str, ...] = ()
     globals: dict[str, Any] | None = None
@@ -153,6 +155,7 @@ def _emit_plan(
         emitter.run_code(built.plan_reason)
     else:
         built.plan_locals = tuple(sorted(load.index for load in plan.loaded))
+        built.may_call = plan.may_call
         emit_plan(plan, emitter, n_outputs)
 
 

@@ -434,7 +434,7 @@ PyObject *door_dispatch(Door *door, PyFunctionObject *function, const CallArgume
       if (active != Py_None) dynamo::set_callback(active);
       Py_DECREF(active);
     }
-    if (s != nullptr && result == kMiss && plan_fits(s, function)) {
+    if (s != nullptr && result == kMiss && !s->may_call && plan_fits(s, function)) {
       result = run_plan(scm, s, locals);
       if (!skips && result != kMiss) dynamo::fullgraph_count_hit(); /* as within a fullgraph caller */
     }

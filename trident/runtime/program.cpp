@@ -418,7 +418,7 @@ void trident_program_autocast_enter(ProgramState *state, int32_t device, int32_t
   at::autocast::set_autocast_enabled(type, enabled != 0);
   at::autocast::set_autocast_dtype(type, static_cast<at::ScalarType>(dtype));
   at::autocast::increment_nesting();
-  at::autocast::set_autocast_cache_enabled(cache != 0);
+  if (cache >= 0) at::autocast::set_autocast_cache_enabled(cache != 0);
 }
 
 void trident_program_autocast_exit(ProgramState *state) {

@@ -97,7 +97,7 @@ PyObject *trident_get_global(PyObject *globals, PyObject *name);
 void trident_program_call(ProgramState *state, int32_t call, int32_t step);
 void trident_program_release(ProgramState *state, int32_t slot);
 void trident_program_grad_mode(ProgramState *state, int32_t enabled);
-/* As torch.autocast enters and leaves a region; what is open when an operator raises is left, too. */
+/* As torch.autocast enters and leaves a region (cache -1: as it is); what is open when an operator raises is left, too. */
 void trident_program_autocast_enter(ProgramState *state, int32_t device, int32_t dtype, int32_t enabled,
                                     int32_t cache);
 void trident_program_autocast_exit(ProgramState *state);

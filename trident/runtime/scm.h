@@ -26,6 +26,7 @@ struct Specialization {
   PlanFunction plan = nullptr;    /* null: RUN_CODE */
   std::vector<int> plan_locals;   /* frame locals that the plan reads: all bound, or stock runs */
   bool has_program = false;       /* the plan runs a host program */
+  bool may_call = false;          /* ... and then may run code that Dynamo's callback is to see */
   PyObject *plan_globals = nullptr; /* the plan is for functions with these globals (the handle has
                                        them); null: for any */
   PyCodeObject *code = nullptr;   /* Dynamo's code object */
