@@ -11,8 +11,12 @@ dtype, device, requires_grad); a difference, or anything not understood, means n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import operator
 import re
+import threading
+import warnings
 from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
@@ -23,6 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from trident.errors import UnsupportedGraph
+
+# Functions without a value that the tracer records.
+_WITHOUT_VALUE = (operator.setitem, torch._assert_async, torch._C._set_grad_enabled)
 
 _KEY = "trident"
 # Where a traced module has, for each autocast region that it enters, what the user said of its
@@ -60,7 +67,8 @@ def attach(module: torch.fx.GraphModule) -> None:
     try:
         traced = TracedGraph(_trace(module))
     except UnsupportedGraph as error:
-        traced = TracedGraph(None, str(error))
+        # FX adds where it was to the text.
+        traced = TracedGraph(None, str(error).partition("\n")[0])
     except Exception as error:
         text = str(error).strip().splitlines() or [""]
         traced = TracedGraph(None, f"tracing it raised {type(error).__name__}: {text[0]}")
@@ -100,12 +108,36 @@ def _trace(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         raise UnsupportedGraph(f"it has {len(modes)} fake tensor modes")
     (mode,) = modes.values()
     interpreter = _Interpreter(module)
-    with mode, torch.fx.traceback.preserve_node_meta():
+    with _quiet(interpreter.warned), mode, torch.fx.traceback.preserve_node_meta():
         copies = [_copy(example) for example in examples]
         traced = make_fx(interpreter.run, tracing_mode="real", pre_dispatch=True)(*copies)
     interpreter.compare()
     traced.meta[AUTOCAST_CACHES] = interpreter.autocast_caches
     return traced
+
+
+@contextlib.contextmanager
+def _quiet(warned: list[str]) -> Iterator[None]:
+    """What the trace itself warns of goes to `warned`; the user's saved tensor hooks see nothing.
+
+    The graph's first run warns the user. (The filters are the process's: another thread may show a
+    warning once more meanwhile.)"""
+    thread, show = threading.get_ident(), warnings.showwarning
+
+    def keep(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() == thread:
+            warned.append(str(message))
+        else:
+            show(message, *args, **kwargs)
+
+    hooks = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = keep
+            yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(hooks)
 
 
 def _reject_metadata_mutations(graph: torch.fx.Graph) -> None:
@@ -155,6 +187,7 @@ class _Interpreter(torch.fx.Interpreter):
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         super().__init__(module)
+        self.warned: list[str] = []
         self._found: list[tuple[torch.fx.Node, Any]] = []
         self.autocast_caches: list[bool | None] = []
         self._regions: dict[torch.fx.Node, Any] = {}
@@ -175,7 +208,17 @@ class _Interpreter(torch.fx.Interpreter):
             if node is not n.args[0]:
                 raise UnsupportedGraph("its autocast regions do not nest")
             return None
+        if isinstance(n.target, torch._ops.HigherOrderOperator):
+            raise UnsupportedGraph(f"{n.target} has no native form")
+        known = "example_value" in n.meta or isinstance(n.target, torch._ops.OpOverload)
+        if n.op.startswith("call") and not known and n.target not in _WITHOUT_VALUE:
+            # It sets some state, which the tracer would do once and not record.
+            raise UnsupportedGraph(f"{n.target} is not known to be an operator")
         value = super().run_node(n)
+        if any("Triggered internally at" not in text for text in self.warned):
+            # A Python function did, of which only the operators are recorded.
+            raise UnsupportedGraph(f"{n.target} warns: {self.warned[-1]}")
+        self.warned.clear()
         if "example_value" in n.meta and n.op != "placeholder":
             self._found.append((n, value))
         return value
