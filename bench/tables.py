@@ -57,6 +57,32 @@ def call_table(results: dict[str, Result]) -> list[str]:
     return lines
 
 
+PROGRAMS = {
+    "host_small_graph": "`relu(x + y) * 2` on 16 floats",
+    "host_mlp": "8 × (Linear(16, 16), ReLU), one row",
+    "host_decoder": "28-layer decoder of width 32, one step",
+    "host_training": "2-layer MLP, forward and backward",
+}
+
+
+def program_table(results: dict[str, Result]) -> list[str]:
+    lines = [
+        '`backend="trident"`: the graph itself runs natively.',
+        "",
+        '| a call | eager | stock `backend="eager"` | Trident | eager / Trident | stock / Trident |',
+        "|---|---|---|---|---|---|",
+    ]
+    for key, label in PROGRAMS.items():
+        if key in results:
+            result = results[key]
+            figures = result["figures"]
+            cells = [timing(name)(result) for name in ("eager", "stock", "Trident")]
+            goal = f" (goal ≥ {figures['eager_target']})" if "eager_target" in figures else ""
+            cells += [f"{figures['eager_ratio']:.3g}x{goal}", ratio(result)]
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines if len(lines) > 4 else []
+
+
 def other_lines(results: dict[str, Result]) -> list[str]:
     lines = []
     if (found := results.get("build_time")) is not None:
@@ -90,6 +116,18 @@ def other_lines(results: dict[str, Result]) -> list[str]:
             f"- Depth of recursion under a limit of 5000: {f['before']} before, {f['enabled']} "
             f"while enabled, {f['after']} after."
         )
+    if (found := results.get("host_build")) is not None:
+        f = found["figures"]
+        each = ", ".join(
+            f"{int(n):,}: {f['traced_s'][n]:.2f} + {f['built_s'][n]:.2f} s" for n in f["built_s"]
+        )
+        lines.append(f"- Tracing + building a host program, by operators: {each}.")
+    if (found := results.get("host_decoder")) is not None:
+        f = found["figures"]
+        lines.append(
+            f"- The decoder step has {f['operators']} operators; its SCM took "
+            f"{f['build_ms']:.0f} ms to build."
+        )
     if (found := results.get("enable_disable")) is not None:
         lines.append(f"- `enable()` and `disable()`: {found['figures']['toggle_us']:.0f} µs.")
     return lines
@@ -114,20 +152,27 @@ def render(results: dict[str, Result]) -> str:
     if not results:
         return "Nothing recorded yet: run `make bench`."
     note = "Medians ± half the interquartile range; ratios are medians of interleaved rounds."
-    parts = [call_table(results), other_lines(results), [note, *environments(results)]]
+    parts = [
+        call_table(results),
+        program_table(results),
+        other_lines(results),
+        [note, *environments(results)],
+    ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def main() -> None:
-    path = RESULTS / "dispatch.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
+    paths = [RESULTS / f"{name}.json" for name in ("dispatch", "host")]
+    results: dict[str, Result] = {}
+    for path in paths:
+        results.update(json.loads(path.read_text()) if path.exists() else {})
     text = README.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:
         sys.exit(f"{README} lacks the markers {BEGIN!r} and {END!r}: put them where the table goes")
     before, rest = text.split(BEGIN, 1)
     _, after = rest.split(END, 1)
     README.write_text(f"{before}{BEGIN}\n{render(results)}\n{END}{after}", encoding="utf-8")
-    print(f"{README.name}: {len(results)} results of {path.relative_to(ROOT)}")
+    print(f"{README.name}: {len(results)} results of {RESULTS.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
