@@ -69,7 +69,7 @@ def program_table(results: dict[str, Result]) -> list[str]:
     lines = [
         '`backend="trident"`: the graph itself runs natively.',
         "",
-        '| a call | eager | stock `backend="eager"` | Trident | eager / Trident | stock / Trident |',
+        "| a call | eager | stock, backend eager | Trident | eager / Trident | stock / Trident |",
         "|---|---|---|---|---|---|",
     ]
     for key, label in PROGRAMS.items():
