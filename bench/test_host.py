@@ -83,6 +83,7 @@ def test_host_decoder(benchmark: Any, record: Record) -> None:
         comparison = compare(model, (tokens, positions, cache), round_s=0.1)
         benchmark(model, tokens, positions, cache)
     (entry,) = runtime.module_of(Decoder.forward.__code__).entries[:1]
+    assert entry.built is not None
     keep(record, comparison, operators=entry.built.n_operators, build_ms=entry.built.build_s * 1e3)
 
 
@@ -143,6 +144,7 @@ def test_host_build(benchmark: Any, record: Record) -> None:
         finally:
             graph.attach = attach
         (entry,) = runtime.module_of(function.__code__).entries
+        assert entry.built is not None
         assert entry.built.n_operators == n
         traced[n], built[n] = seconds[0], entry.built.build_s
     benchmark(lambda: None)

@@ -370,8 +370,8 @@ def copies_a_tensor(x: Any) -> Any:
 PYTHON_WARNS = [mse_of_other_sizes, softmax_without_dim, copies_a_tensor]
 
 
-# torch's Python functions that Dynamo puts into the graph as they are (and bindings like
-# new_tensor) warn in each call; the trace keeps only their operators: native calls are silent.
+# torch's Python functions that Dynamo puts into the graph as they are (and bindings like new_tensor)
+# warn in each call; a trace keeps only their operators.
 @pytest.mark.parametrize("f", PYTHON_WARNS)
 def test_warnings_of_python_functions(enabled: None, f: Any) -> None:
     def messages(backend: str) -> Any:
@@ -390,8 +390,7 @@ def test_warnings_of_python_functions(enabled: None, f: Any) -> None:
     assert messages("trident") == expected
 
 
-# capture/graph.py runs the graph once more to trace it, with the user's warning filters:
-# whatever warns while a graph is compiled does so once more than under stock.
+# The trace runs the graph once more: nobody is to hear of it.
 @pytest.mark.parametrize("f", [mse_of_other_sizes, transposes])
 def test_compiling_warns_as_often_as_stock(enabled: None, f: Any) -> None:
     def messages(backend: str) -> Any:

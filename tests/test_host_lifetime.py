@@ -176,8 +176,8 @@ def with_function(x: Any, w: Any) -> Any:
     return (Double.apply(x * w) * w).sum()
 
 
-# the trace goes into Dynamo's autograd_function_apply and records the operators of its
-# forward, which ran without autograd: the native program has no gradient for x.
+# A trace would go into Dynamo's autograd_function_apply and record the operators of its forward,
+# without the user's backward.
 def test_autograd_function(enabled: None) -> None:
     def attempt(f: Any) -> Any:
         x, w = leaf(3), leaf(3)
@@ -205,9 +205,8 @@ def block(x: Any, w: Any) -> Any:
     return F.dropout((h * w).exp(), 0.5, training=True) * h
 
 
-# capture/graph.py traces under the caller's saved_tensors_hooks: autograd's pack hooks run
-# for the trace's fake tensors, so non-reentrant checkpointing counts them and the first call fails
-# (also without trident.enable()).
+# The trace must not show its fake tensors to the caller's saved tensor hooks: non-reentrant
+# checkpointing counts them.
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint_outside(enabled: None, reentrant: bool) -> None:
     """Recomputation stops early by an exception that passes through the graph."""
@@ -243,7 +242,6 @@ def test_saved_tensor_hooks(enabled: None) -> None:
     same_attempts(attempt, layers)
 
 
-# as above: compiling packs the trace's fake tensors.
 def test_compiling_packs_nothing(enabled: None) -> None:
     def attempt(backend: str) -> Any:
         torch._dynamo.reset()
@@ -352,10 +350,9 @@ def saved_tensor_hooks_allowed() -> bool:
         return False
 
 
-# calls of functions that only set a state (_enter_inference_mode, _sdpa_kernel,
-# _saved_tensors_hooks_disable, _set_deterministic_algorithms, set_float32_matmul_precision) are
-# executed by the trace, at compile time, and missing in the native program. In Dynamo's graph these
-# nodes have no "example_value"; only those that import_graph knows (grad mode) may pass.
+# A trace would execute, once, calls of functions that only set a state (_enter_inference_mode,
+# _sdpa_kernel, _saved_tensors_hooks_disable, _set_deterministic_algorithms,
+# set_float32_matmul_precision), and not record them.
 @pytest.mark.parametrize(
     "f",
     [
@@ -841,8 +838,6 @@ def test_forward_mode_after_compiling(enabled: None) -> None:
         assert_same(tangent, expected)
 
 
-# report.py takes program_reason from the plan alone: a native host program is explained as
-# "native (there is no graph)".
 def test_explained_as_native(enabled: None) -> None:
     g = compiled(smooth, lambda: [torch.ones(2, 2), torch.eye(2)])
     text = str(trident.explain(g))

@@ -1,9 +1,9 @@
 """Host programs: ``scm.program`` to a table of operator calls, and to LLVM.
 
-The native function is ``void program(ProgramState *)`` of ``runtime/program.h``: one step after the
-other, it calls functions declared there or an operator's own (see ``abi.py``). Each tensor has a
-slot: the inputs first, then constants, then what operators return. A result that nothing uses is
-released at once.
+The native function is ``void program(ProgramState *)`` of ``runtime/program.h``, which calls its
+parts: one step after the other, they call functions declared there or an operator's own (see
+``abi.py``). Each tensor has a slot: the inputs first, then constants, then what operators return. A
+result that nothing uses is released at once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from trident.errors import UnsupportedGraph
 
 PROGRAM_ENTRY = "program"
 _MEMORY = "program_constants"
+# LLVM takes quadratic time in the size of a function: a program is a row of them.
+_STEPS_PER_FUNCTION = 64
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -61,7 +63,9 @@ def emit_program(table: ProgramTable, module: ir.Module) -> tuple[dict[str, int]
     and what keeps its constants alive."""
     with session():
         writer = _Writer(module)
-        for name, values in table.steps:
+        for number, (name, values) in enumerate(table.steps):
+            if number % _STEPS_PER_FUNCTION == 0:
+                writer.next_part()
             if name == "direct":
                 writer.direct(*values)
             else:
@@ -80,23 +84,44 @@ class _Writer:
         self._external = ir.Attribute.parse("#llvm.linkage<external>")
         self._no_flags = ir.IntegerAttr.get(self._types["i32"], 0)
         self._symbols: dict[str, int] = {}
-        function = self._declare(PROGRAM_ENTRY, "!llvm.func<void (ptr)>")
-        function.attributes["passthrough"] = ir.Attribute.parse('[["uwtable", "2"]]')
-        self._block = function.regions[0].blocks.append(self._types["!llvm.ptr"])
+        self._n_parts = 0
+        self._has_memory = False
         self._constants: dict[tuple[str, int], ir.Value] = {}
-        self._state = self._block.arguments[0]
         self._memory: ir.Value | None = None
+
+    def finish(self, memory: Constants) -> tuple[dict[str, int], Any]:
+        self._end_part()
+        block = self._function(PROGRAM_ENTRY)
+        with ir.InsertionPoint(block):
+            for number in range(1, self._n_parts + 1):
+                llvm.CallOp(None, [block.arguments[0]], [], [], callee=f"{PROGRAM_ENTRY}_{number}")
+            llvm.ReturnOp()
+        keepalive = None
+        if self._has_memory:
+            self._symbols[_MEMORY], keepalive = memory.freeze()
+        return self._symbols, keepalive
+
+    def next_part(self) -> None:
+        """Go on in a new function."""
+        self._end_part()
+        self._n_parts += 1
+        self._block = self._function(f"{PROGRAM_ENTRY}_{self._n_parts}")
+        self._constants = {}
+        self._memory = None
+        self._state = self._block.arguments[0]
         with ir.InsertionPoint(self._block):
             self._slots = llvm.LoadOp(self._types["!llvm.ptr"], self._state).result
             self._step = self._element(self._state, 1)
 
-    def finish(self, memory: Constants) -> tuple[dict[str, int], Any]:
-        with ir.InsertionPoint(self._block):
-            llvm.ReturnOp()
-        keepalive = None
-        if self._memory is not None:
-            self._symbols[_MEMORY], keepalive = memory.freeze()
-        return self._symbols, keepalive
+    def _end_part(self) -> None:
+        if self._n_parts:
+            with ir.InsertionPoint(self._block):
+                llvm.ReturnOp()
+
+    def _function(self, name: str) -> ir.Block:
+        function = self._declare(name, "!llvm.func<void (ptr)>")
+        function.attributes["passthrough"] = ir.Attribute.parse('[["uwtable", "2"]]')
+        return function.regions[0].blocks.append(self._types["!llvm.ptr"])
 
     def call(self, name: str, integers: tuple[int, ...]) -> None:
         """A call of the runtime's function `name`."""
@@ -201,9 +226,11 @@ class _Writer:
         return llvm.GEPOp(pointer, array, [], [position], i64, self._no_flags).result
 
     def _constant_memory(self) -> ir.Value:
-        if self._memory is None:
+        if not self._has_memory:
+            self._has_memory = True
             with ir.InsertionPoint(self._module.body):
                 llvm.GlobalOp(self._types["i8"], _MEMORY, self._external)
+        if self._memory is None:
             with ir.InsertionPoint.at_block_begin(self._block):
                 self._memory = llvm.AddressOfOp(self._types["!llvm.ptr"], _MEMORY).result
         return self._memory
