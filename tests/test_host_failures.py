@@ -370,8 +370,8 @@ def copies_a_tensor(x: Any) -> Any:
 PYTHON_WARNS = [mse_of_other_sizes, softmax_without_dim, copies_a_tensor]
 
 
-# torch's Python functions that Dynamo puts into the graph as they are (and bindings like new_tensor)
-# warn in each call; a trace keeps only their operators.
+# torch's Python functions that Dynamo puts into the graph as they are (and bindings like
+# new_tensor) warn in each call; a trace keeps only their operators.
 @pytest.mark.parametrize("f", PYTHON_WARNS)
 def test_warnings_of_python_functions(enabled: None, f: Any) -> None:
     def messages(backend: str) -> Any:
