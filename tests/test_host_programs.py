@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import trident
 from tests.host_functions import FUNCTIONS, NOT_NATIVE, TRAINED, make_inputs
@@ -100,3 +101,17 @@ def test_explain_says_why_not(enabled: None) -> None:
     for _ in range(3):
         compiled(make_inputs()[0])
     assert "t_ changes what a tensor is" in str(trident.explain(compiled))
+
+
+def test_cudnn_switched_off(enabled: None, monkeypatch: Any) -> None:
+    """Python functions pass the flag to their operator, as it is at the call."""
+    f = torch.compile(lambda x: F.layer_norm(x, (3,)), backend="trident")
+    x = torch.randn(2, 3)
+    for _ in range(3):
+        f(x)
+    trident.reset_stats()
+    expected = F.layer_norm(x, (3,))
+    for on, hits in ((True, 1), (False, 1), (True, 2)):
+        monkeypatch.setattr(torch.backends.cudnn, "enabled", on)
+        assert torch.equal(f(x), expected)
+        assert trident.stats().hits == hits

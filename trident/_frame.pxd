@@ -32,6 +32,7 @@ cdef extern from "runtime/program.h" namespace "trident":
         int n_inputs
         int n_slots
         vector[int] outputs
+        int cudnn
         PyObject *globals
         PyObject *globals_file
     int program_add_call(HostProgram *program, const char *name, const char *overload,

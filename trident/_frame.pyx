@@ -86,8 +86,10 @@ cdef class NativeProgram:
             _propagate()
         return index
 
-    def finish(self, list outputs, list lines) -> None:
-        """Sets the slots of the outputs and, per step, (file, function, line; 0 for none)."""
+    def finish(self, list outputs, list lines, cudnn=None) -> None:
+        """Sets the slots of the outputs and, per step, (file, function, line; 0 for none). `cudnn`:
+        the program is for calls while torch.backends.cudnn.enabled is this."""
+        self.native.cudnn = -1 if cudnn is None else int(cudnn)
         for slot in outputs:
             if not 0 <= slot < self.native.n_slots:
                 raise ValueError(f"output slot {slot} of {self.native.n_slots}")

@@ -40,6 +40,7 @@ class ProgramTable:
     lines: list[tuple[str, str, int]]
     steps: list[tuple[str, tuple[Any, ...]]]
     memory: Constants
+    cudnn: bool | None
 
 
 def lower_program(program: Program) -> ProgramTable:
@@ -261,7 +262,7 @@ def make_native(table: ProgramTable, globals_: dict[str, Any], file: str) -> Any
         native.add_constant(slot, value)
     for call in table.calls:
         native.add_call(*call)
-    native.finish(table.outputs, table.lines)
+    native.finish(table.outputs, table.lines, table.cudnn)
     return native
 
 
@@ -278,6 +279,7 @@ class _Context:
         self.lines: list[tuple[str, str, int]] = []
         self.steps: list[tuple[str, tuple[Any, ...]]] = []
         self.memory = Constants()
+        self.cudnn: bool | None = None
 
     def new_slot(self, value: ir.Value) -> int:
         slot = self.slots[value] = self.n_slots
@@ -303,6 +305,7 @@ class _Context:
             self.lines,
             self.steps,
             self.memory,
+            self.cudnn,
         )
 
 
@@ -337,7 +340,14 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
         return [slots(item) for item in value] if isinstance(value, list) else value
 
     arguments: list[tuple[str, Any]] = []
-    for kind, value in call.arguments:
+    for (kind, value), argument in zip(
+        call.arguments, call.operator._schema.arguments, strict=True
+    ):
+        if argument.name in ("cudnn_enabled", "cudnn_enable") and kind == "constant":
+            # torch's Python functions pass the flag as it is at the call.
+            if context.cudnn not in (None, value):
+                raise UnsupportedGraph("its operators are passed different values for cuDNN")
+            context.cudnn = value
         if kind == "number":
             arguments.append(("tensor", context.number(value)))
         else:

@@ -2,6 +2,7 @@
 
 #include "dynamo_api.h"
 
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
@@ -338,6 +339,7 @@ extern "C" {
 int32_t trident_program_run(const HostProgram *program, PyObject *const *inputs, PyObject **outputs) {
   for (int i = 0; i < program->n_inputs; i++)
     if (!plain_tensor(inputs[i])) return 2;
+  if (program->cudnn >= 0 && at::globalContext().userEnabledCuDNN() != (program->cudnn != 0)) return 2;
   constexpr int kOnStack = 512;
   std::vector<at::Tensor> many;
   at::Tensor *slots;

@@ -53,6 +53,7 @@ struct HostProgram {
   std::vector<std::pair<int, at::Tensor>> constants; /* slot and what it holds from the start */
   std::vector<ProgramLine> lines;    /* by step */
   ProgramFunction function = nullptr;
+  int cudnn = -1; /* what torch.backends.cudnn.enabled must be, for operators that are passed it; -1: any */
   PyObject *globals = nullptr; /* of the user's function: for its warnings' registry; borrowed */
   PyObject *globals_file = nullptr; /* file name of the code that has these globals; borrowed */
 };
@@ -85,7 +86,7 @@ bool program_is_observed();
 
 extern "C" {
 /* For plans: 0 with new references in `outputs`, 1 with a Python error set, 2 if stock is to run the
- * frame (an input is no plain tensor; nothing has happened yet). Needs the GIL. */
+ * frame (an input is no plain tensor, or cuDNN was switched; nothing has happened yet). Needs the GIL. */
 int32_t trident_program_run(const HostProgram *program, PyObject *const *inputs, PyObject **outputs);
 
 /* For plans: a new list; a new dict of keys and values in turn; what the global is (NameError). */
