@@ -340,14 +340,14 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
         return [slots(item) for item in value] if isinstance(value, list) else value
 
     arguments: list[tuple[str, Any]] = []
-    for (kind, value), argument in zip(
-        call.arguments, call.operator._schema.arguments, strict=True
-    ):
-        if argument.name in ("cudnn_enabled", "cudnn_enable") and kind == "constant":
+    schema = call.operator._schema.arguments
+    for (kind, value), argument in zip(call.arguments, schema, strict=True):
+        if argument.name in ("cudnn_enabled", "cudnn_enable"):
             # torch's Python functions pass the flag as it is at the call.
-            if context.cudnn not in (None, value):
+            flag = argument.default_value if kind == "default" else value
+            if context.cudnn not in (None, flag):
                 raise UnsupportedGraph("its operators are passed different values for cuDNN")
-            context.cudnn = value
+            context.cudnn = flag
         if kind == "number":
             arguments.append(("tensor", context.number(value)))
         else:
