@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
@@ -115,3 +118,24 @@ def test_cudnn_switched_off(enabled: None, monkeypatch: Any) -> None:
         monkeypatch.setattr(torch.backends.cudnn, "enabled", on)
         assert torch.equal(f(x), expected)
         assert trident.stats().hits == hits
+
+
+BY_NAME = """
+import sys, torch
+from torch._dynamo.backends import registry
+if {imported}:
+    import trident
+    registry._discover_entrypoint_backends = lambda: None
+assert torch.compile(lambda x: x + 1, backend="trident")(torch.ones(2)).tolist() == [2, 2]
+assert "trident.backend" in sys.modules
+"""
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_backend_is_found_by_name(imported: bool) -> None:
+    """By the installed entry point, and without it once trident is imported."""
+    if not imported and not entry_points(group="torch_dynamo_backends", name="trident"):
+        pytest.skip("the package is not installed")
+    code = BY_NAME.format(imported=imported)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from trident.control import disable, enable, is_enabled, runtime  # noqa: E402
 from trident.errors import (  # noqa: E402
     BuildMismatchError,
     TridentError,
+    UnsupportedGraph,
     UnsupportedGuard,
     UnsupportedPlan,
 )
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BuildMismatchError",
     "TridentError",
+    "UnsupportedGraph",
     "UnsupportedGuard",
     "UnsupportedPlan",
     "disable",
@@ -32,6 +34,7 @@ __all__ = [
     "stats",
 ]
 
+capture.dynamo.name_backend("trident", "trident.backend:compile_graph")
 if not settings.disabled():
     capture.install()
     capture.set_listener(runtime)
