@@ -55,7 +55,8 @@ $(DEPS): requirements.txt | $(RUN)
 $(BUILT): $(DEPS) $(SOURCES)
 	$(call say,"building the extension in place")
 	$(RUN) setup.py build_ext --inplace
-	@$(RUN) -m pip show -q trident 2>/dev/null || \
+	@$(RUN) -c 'from importlib.metadata import entry_points as e; \
+	    raise SystemExit(not e(group="torch_dynamo_backends", name="trident"))' || \
 	    $(RUN) -m pip install --disable-pip-version-check -q --no-build-isolation --no-deps -e .
 	@touch $@
 
