@@ -76,6 +76,11 @@ def several_results(x: Any, y: Any, w: Any) -> Any:
 
 
 @function
+def no_results(x: Any, y: Any, w: Any) -> Any:
+    return torch.unbind(x[:0]), x + 1
+
+
+@function
 def item_taken_twice(x: Any, y: Any, w: Any) -> Any:
     parts = x.split(2)
     first = parts[0] + 1

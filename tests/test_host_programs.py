@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -118,6 +119,41 @@ def test_cudnn_switched_off(enabled: None, monkeypatch: Any) -> None:
         monkeypatch.setattr(torch.backends.cudnn, "enabled", on)
         assert torch.equal(f(x), expected)
         assert trident.stats().hits == hits
+
+
+GLOBAL = torch.zeros(1)
+
+
+def from_a_global(x: Any) -> Any:
+    return x, GLOBAL
+
+
+def from_a_global_and_a_graph(x: Any) -> Any:
+    return x + 1, GLOBAL
+
+
+@pytest.mark.parametrize("f", [from_a_global, from_a_global_and_a_graph])
+@pytest.mark.parametrize("backend", ["eager", "trident"])
+def test_two_functions_with_one_code(fresh: None, f: Any, backend: str) -> None:
+    """Dynamo's guards look at the globals of the function that was compiled; its code at those of
+    the one that is called."""
+    other = FunctionType(f.__code__, {**globals(), "GLOBAL": torch.ones(1)})
+    x = torch.ones(2)
+
+    def attempts() -> list[Any]:
+        torch._dynamo.reset()
+        functions = [torch.compile(g, backend=backend, fullgraph=True) for g in (f, other)]
+        found: list[Any] = []
+        for g in functions * 4:
+            try:
+                found.append(g(x))
+            except NameError:  # the graph is in the other's globals
+                found.append(NameError)
+        return found
+
+    expected = attempts()
+    with trident.enable():
+        assert_same(attempts(), expected)
 
 
 BY_NAME = """

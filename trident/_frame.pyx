@@ -182,10 +182,10 @@ cdef class NativeSpecialization:
         Py_INCREF(handle)
         self.native.handle = <PyObject *>handle
 
-    def set_program(self, dict globals_ not None, cbool may_call) -> None:
-        """The plan runs a host program, and is for functions with these globals (which the handle
-        keeps alive). `may_call`: it may run code of the user's, so only the hook runs it."""
-        self.native.has_program = True
+    def set_scope(self, dict globals_ not None, cbool has_program, cbool may_call) -> None:
+        """The plan is for functions with these globals (which the handle keeps alive). `has_program`:
+        it runs a host program; `may_call`: and code of the user's, so only the hook runs it."""
+        self.native.has_program = has_program
         self.native.may_call = may_call
         self.native.plan_globals = <PyObject *>globals_
 

@@ -84,8 +84,8 @@ class Entry:
         # The handle lives as long as the native twin: the plan's code, and the strict check's spec.
         handle = (spec, built.plan, built.program, built.globals)
         native.set_plan(built.plan_address, handle, built.plan_locals)
-        if built.program is not None and built.globals is not None:
-            native.set_program(built.globals, built.may_call)
+        if built.uses_globals and built.globals is not None:
+            native.set_scope(built.globals, built.program is not None, built.may_call)
         if spec.alive:
             self.native = native
 

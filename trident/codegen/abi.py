@@ -112,7 +112,7 @@ def direct_call(
     constants: Constants,
 ) -> DirectCall | None:
     """The direct call of `operator`, or None if it must be boxed. `arguments` and `results` are as
-    for ``_frame.NativeProgram.add_call``, defaults filled in."""
+    for ``_frame.NativeProgram.add_call``; the items of a list have neighbouring slots."""
     schema = operator._schema
     name = schema.name.removeprefix("aten::")
     if name == schema.name:
@@ -144,14 +144,9 @@ def _result(
         return None if any(written) else ("tuple", results)
     (result,) = results
     if isinstance(result, list):
-        # The runtime moves the items into neighbouring slots.
-        neighbours = all(isinstance(slot, int) for slot in result)
-        neighbours = neighbours and result == list(range(result[0], result[0] + len(result)))
-        return ("list", (result[0], len(result))) if neighbours else None
+        return "list", (result[0] if result else 0, len(result))  # neighbouring slots
     if not written[0]:
         return "slot", result
-    if result is None:
-        return "none", None
     names = schema.returns[0].alias_info.before_set
     for (how, value), argument in zip(arguments, schema.arguments, strict=True):
         alias = argument.alias_info

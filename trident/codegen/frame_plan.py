@@ -103,6 +103,12 @@ class Plan:
     may_call: bool = False
 
     @property
+    def uses_globals(self) -> bool:
+        """Does it mean something else in a function with other globals?"""
+        kinds = ("get_global", "store_global")
+        return any(isinstance(s, GraphCall) or s.kind in kinds for s in self.steps)
+
+    @property
     def call(self) -> GraphCall | None:
         """The call of the graph, if there is one."""
         calls = [step for step in self.steps if isinstance(step, GraphCall)]

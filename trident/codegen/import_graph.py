@@ -108,7 +108,6 @@ class _Importer:
         self._last_uses = last_uses
         # A node's tensors: one, or those of an operator that returns several, by position.
         self._tensors: dict[torch.fx.Node, ir.Value | list[Any]] = {}
-        self._uses: dict[torch.fx.Node, int] = {}
         self._n_inputs = 0
         self._n_regions = 0
         self._caches = iter(module.meta.get(AUTOCAST_CACHES, ()))

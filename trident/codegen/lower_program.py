@@ -171,10 +171,10 @@ class _Writer:
     def _result(self, call: DirectCall) -> ir.Value | None:
         """Where the operator puts its result."""
         kind, value = call.result
-        if kind == "slot" and value is not None:
+        if kind == "slot":
             return self._element(self._slots, value)
-        if kind in ("slot", "tuple"):
-            return self._space(1 if kind == "slot" else len(value))
+        if kind == "tuple":
+            return self._space(len(value))
         return self._words([("int", 0)] * 3) if kind == "list" else None
 
     def _take(self, call: DirectCall, result: ir.Value | None) -> None:

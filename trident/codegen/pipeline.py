@@ -47,8 +47,8 @@ class Built:
     `build_s` the time that the build took, in seconds. `has_graph`: the frame runs a graph; then
     `program` is its native host program, or None and `program_reason` says why; it has
     `n_operators` calls of operators, those of `boxed` through the boxed dispatcher. A plan that
-    `may_call` code of the user's runs where Dynamo sees that code. A plan with a program is for
-    functions with the globals `globals` only.
+    `may_call` code of the user's runs where Dynamo sees that code; one that `uses_globals` (a graph
+    is one) is for functions with the globals `globals` only.
     """
 
     table: GuardTable | None = None
@@ -61,6 +61,7 @@ class Built:
     program: Any = None
     program_reason: str | None = None
     may_call: bool = False
+    uses_globals: bool = False
     n_operators: int = 0
     boxed: tuple[str, ...] = ()
     globals: dict[str, Any] | None = None
@@ -156,6 +157,7 @@ def _emit_plan(
     else:
         built.plan_locals = tuple(sorted(load.index for load in plan.loaded))
         built.may_call = plan.may_call
+        built.uses_globals = plan.uses_globals
         emit_plan(plan, emitter, n_outputs)
 
 

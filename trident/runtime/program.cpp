@@ -201,6 +201,23 @@ bool execute(ProgramState *state) {
   return ok;
 }
 
+/* False with an error set, and nothing made. */
+bool wrap_outputs(const HostProgram *program, const at::Tensor *slots, PyObject **outputs) {
+  size_t made = 0;
+  try {
+    for (int slot : program->outputs) {
+      PyObject *wrapped = THPVariable_Wrap(slots[slot]);
+      if (wrapped == nullptr) break;
+      outputs[made++] = wrapped;
+    }
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+  if (made == program->outputs.size()) return true;
+  while (made > 0) Py_DECREF(outputs[--made]);
+  return false;
+}
+
 bool get_slots(PyObject *list, const HostProgram *program, std::vector<int> *slots) {
   if (!PyList_Check(list)) {
     PyErr_SetString(PyExc_TypeError, "slots come as a list");
@@ -357,16 +374,7 @@ int32_t trident_program_run(const HostProgram *program, PyObject *const *inputs,
     ProgramState state{slots, -1, program, {}, ticks() + kTicksBetweenSignals};
     if (!execute(&state)) status = 1;
   }
-  size_t made = 0;
-  for (; status == 0 && made < program->outputs.size(); made++) {
-    outputs[made] = THPVariable_Wrap(slots[program->outputs[made]]);
-    if (outputs[made] == nullptr) {
-      status = 1;
-      break;
-    }
-  }
-  if (status != 0)
-    for (size_t i = 0; i < made; i++) Py_DECREF(outputs[i]);
+  if (status == 0 && !wrap_outputs(program, slots, outputs)) status = 1;
   if (many.empty())
     for (int i = 0; i < program->n_slots; i++) slots[i].~Tensor();
   return status;
