@@ -30,10 +30,11 @@ def timing(name: str) -> Callable[[Result], str]:
     return cell
 
 
-def ratio(result: Result) -> str:
+def ratio(result: Result, prefix: str = "") -> str:
     figures = result["figures"]
-    goal = f" (goal ≥ {figures['target']})" if "target" in figures else ""
-    return f"{figures['ratio']:.3g}x{goal}"
+    target = figures.get(f"{prefix}target")
+    goal = f" (goal ≥ {target})" if target is not None else ""
+    return f"{figures[f'{prefix}ratio']:.3g}x{goal}"
 
 
 CALLS = {
@@ -75,10 +76,8 @@ def program_table(results: dict[str, Result]) -> list[str]:
     for key, label in PROGRAMS.items():
         if key in results:
             result = results[key]
-            figures = result["figures"]
             cells = [timing(name)(result) for name in ("eager", "stock", "Trident")]
-            goal = f" (goal ≥ {figures['eager_target']})" if "eager_target" in figures else ""
-            cells += [f"{figures['eager_ratio']:.3g}x{goal}", ratio(result)]
+            cells += [ratio(result, "eager_"), ratio(result)]
             lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines if len(lines) > 4 else []
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from trident import _frame
+from trident.codegen.registry import register
 
 # What a machine word of a call is made of.
 #   ("int", value)        an integer
@@ -200,11 +201,7 @@ _RULES: dict[str, _Rule] = {}
 
 
 def _rule(*kinds: str) -> Callable[[_Rule], _Rule]:
-    def decorate(rule: _Rule) -> _Rule:
-        _RULES.update(dict.fromkeys(kinds, rule))
-        return rule
-
-    return decorate
+    return register(_RULES, *kinds)
 
 
 def _is_int(value: Any) -> bool:

@@ -231,16 +231,8 @@ class Context:
 
     def effect(self, name: str, operands: list[ir.Value]) -> None:
         """Call the function `name`, which returns -1 with an error set, or 0."""
-        i32 = self.kind("i32")
-        status = self._call(name, "!llvm.func<i32 (ptr, ptr, ptr)>", operands, i32)
-        after = self.block.create_after()
-        raised = self.integer("i32", RAISED)
-        with ir.InsertionPoint(self.block):
-            zero = llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, 0)).result
-            equal = ir.IntegerAttr.get(self.kind("i64"), 0)
-            done = llvm.ICmpOp(equal, status, zero).result
-            llvm.CondBrOp(done, [], [raised], after, self._releases[-1])
-        self.block = after
+        status = self._status(name, operands)
+        self._leave_unless_zero(status, self.integer("i32", RAISED))
 
     def array(self, items: Sequence[ir.Value]) -> ir.Value:
         """An array of `items` on the stack."""
@@ -253,10 +245,8 @@ class Context:
     def space(self, n: int) -> ir.Value:
         """Room for `n` pointers on the stack."""
         pointer = self.kind("!llvm.ptr")
+        size = self.integer("i64", max(n, 1))
         with ir.InsertionPoint(self.block):
-            size = llvm.ConstantOp(
-                self.kind("i64"), ir.IntegerAttr.get(self.kind("i64"), max(n, 1))
-            ).result
             return llvm.AllocaOp(pointer, size, pointer).result
 
     def _element(self, array: ir.Value, position: int) -> ir.Value:
@@ -268,17 +258,8 @@ class Context:
         """The outputs of the host program, owned by the function."""
         outputs = self.space(n_outputs)
         program = self.address("host_program", self.native_program)
-        operands = [program, self.array(inputs), outputs]
-        status = self._call(
-            "trident_program_run", "!llvm.func<i32 (ptr, ptr, ptr)>", operands, self.kind("i32")
-        )
-        after = self.block.create_after()
-        with ir.InsertionPoint(self.block):
-            zero = llvm.ConstantOp(self.kind("i32"), ir.IntegerAttr.get(self.kind("i32"), 0)).result
-            equal = ir.IntegerAttr.get(self.kind("i64"), 0)
-            done = llvm.ICmpOp(equal, status, zero).result
-            llvm.CondBrOp(done, [], [status], after, self._releases[-1])
-        self.block = after
+        status = self._status("trident_program_run", [program, self.array(inputs), outputs])
+        self._leave_unless_zero(status, status)
         values = []
         for position in range(n_outputs):
             with ir.InsertionPoint(self.block):
@@ -287,6 +268,19 @@ class Context:
         for value in values:
             self._release_at_the_end(value)
         return values
+
+    def _status(self, name: str, operands: list[ir.Value]) -> ir.Value:
+        """What the function `name` of three pointers returns, an i32."""
+        return self._call(name, "!llvm.func<i32 (ptr, ptr, ptr)>", operands, self.kind("i32"))
+
+    def _leave_unless_zero(self, value: ir.Value, status: ir.Value) -> None:
+        """Go on in a new block if the i32 `value` is 0; else release all and return `status`."""
+        zero, after = self.integer("i32", HIT), self.block.create_after()
+        with ir.InsertionPoint(self.block):
+            equal = ir.IntegerAttr.get(self.kind("i64"), 0)
+            is_zero = llvm.ICmpOp(equal, value, zero).result
+            llvm.CondBrOp(is_zero, [], [status], after, self._releases[-1])
+        self.block = after
 
     def own(self, made: ir.Value) -> ir.Value:
         """`made`, a new reference that is dropped at the end; where it is NULL, an error is set."""

@@ -124,13 +124,14 @@ class _Writer:
         function.attributes["passthrough"] = ir.Attribute.parse('[["uwtable", "2"]]')
         return function.regions[0].blocks.append(self._types["!llvm.ptr"])
 
-    def call(self, name: str, integers: tuple[int, ...]) -> None:
-        """A call of the runtime's function `name`."""
+    def call(self, name: str, integers: tuple[int, ...], *pointers: ir.Value) -> None:
+        """A call of the runtime's function `name`: the state, `pointers`, then `integers`."""
         if name not in self._symbols:
             self._symbols[name] = _frame.program_function(name)
-            arguments = ", ".join(["ptr"] + ["i32"] * len(integers))
+            arguments = ", ".join(["ptr"] * (1 + len(pointers)) + ["i32"] * len(integers))
             self._declare(name, f"!llvm.func<void ({arguments})>")
-        values = [self._state, *(self._integer("i32", value) for value in integers)]
+        numbers = [self._integer("i32", value) for value in integers]
+        values = [self._state, *pointers, *numbers]
         with ir.InsertionPoint(self._block):
             llvm.CallOp(None, values, [], [], callee=name)
 
@@ -186,12 +187,7 @@ class _Writer:
                 made = llvm.LoadOp(pointer, element).result
                 llvm.StoreOp(made, self._element(self._slots, slot))
         elif kind == "list":
-            name = "trident_program_take"
-            if name not in self._symbols:
-                self._symbols[name] = _frame.program_function(name)
-                self._declare(name, "!llvm.func<void (ptr, ptr, i32, i32)>")
-            numbers = [self._integer("i32", number) for number in value]
-            llvm.CallOp(None, [self._state, result, *numbers], [], [], callee=name)
+            self.call("trident_program_take", value, result)
         elif kind == "alias":
             self.call("trident_program_alias", value)
 

@@ -204,7 +204,7 @@ PyObject *run_compiled_code(const HookCall &c, Specialization *s) {
   if (nested == dynamo::NestedFrames::stock) return kMiss;
   PyObject *recursive = c.record.recursive == dynamo::Action::skip       ? Py_None
                         : c.record.recursive == dynamo::Action::run_only ? Py_False
-                        : nested == dynamo::NestedFrames::skipped      ? Py_None
+                        : nested == dynamo::NestedFrames::skipped        ? Py_None
                                                                          : c.callback;
   c.scm->counters.run_code++;
   s->hits++;
@@ -214,6 +214,18 @@ PyObject *run_compiled_code(const HookCall &c, Specialization *s) {
   if (recursive != c.callback) dynamo::set_callback(c.callback);
   frame_done(c.ts, c.frame);
   return result;
+}
+
+/* A plan served the frame, or raised: ends the frame. */
+void plan_done(const HookCall &c) {
+  if (c.record.frame != dynamo::Action::skip) dynamo::fullgraph_count_hit();
+  dynamo::set_callback(Py_None);
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  offer_door(c.ts, c.scm);
+  PyErr_Restore(type, value, traceback);
+  dynamo::set_callback(c.callback);
+  frame_done(c.ts, c.frame);
 }
 
 /* The frame's value, null for an error, kMiss if stock is to decide. Ends the frame unless kMiss. */
@@ -247,19 +259,7 @@ PyObject *hook_dispatch(HookCall &c) {
   } else if (plan_fits(s, frame_function(c.frame))) {
     c.scm->misses_in_a_row = 0;
     result = run_plan(c.scm, s, locals);
-    if (result == kMiss) {
-      extras.release();
-      specialization_unref(s);
-      return kMiss;
-    }
-    if (c.record.frame != dynamo::Action::skip) dynamo::fullgraph_count_hit();
-    dynamo::set_callback(Py_None);
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    offer_door(c.ts, c.scm);
-    PyErr_Restore(type, value, traceback);
-    dynamo::set_callback(c.callback);
-    frame_done(c.ts, c.frame);
+    if (result != kMiss) plan_done(c);
   } else {
     c.scm->misses_in_a_row = 0;
     extras.release();
