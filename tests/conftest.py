@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +30,27 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     assert not left_enabled, "a test left Trident enabled"
     assert capture.failures() == failures
+
+
+@pytest.fixture
+def enabled(fresh: None) -> Iterator[None]:
+    with trident.enable():
+        yield
+
+
+@pytest.fixture
+def strictly_enabled(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TRIDENT_STRICT", "1")
+    with trident.enable():
+        yield
+
+
+def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result, or the exception's type and message."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        return type(error), str(error)
 
 
 def compilations() -> dict[str, int]:

@@ -28,6 +28,17 @@ Scenario = Callable[[Enter], Any]
 MODES = ("throughout", "after_warm_up", "until_warm")
 
 
+def registry() -> tuple[dict[str, Scenario], Callable[[Scenario], Scenario]]:
+    """A file's scenarios by name, and the decorator that adds one."""
+    scenarios: dict[str, Scenario] = {}
+
+    def scenario(function: Scenario) -> Scenario:
+        scenarios[function.__name__] = function
+        return function
+
+    return scenarios, scenario
+
+
 def cases(scenarios: dict[str, Scenario], *until_warm: str) -> list[tuple[str, str]]:
     """(scenario, mode) pairs: the last mode only for the scenarios named."""
     return [(name, mode) for name in scenarios for mode in MODES[:2]] + [

@@ -13,24 +13,10 @@ import pytest
 import torch
 
 import trident
-from tests.conftest import frame_stats
+from tests.conftest import frame_stats, outcome
 from trident import _frame
 
 X = torch.arange(4.0)
-
-
-@pytest.fixture
-def enabled(fresh: None, monkeypatch: Any) -> Iterator[None]:
-    monkeypatch.setenv("TRIDENT_STRICT", "1")
-    with trident.enable():
-        yield
-
-
-def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        return type(error), str(error)
 
 
 def open_door(compiled: Any, *args: Any, **kwargs: Any) -> None:
@@ -118,7 +104,7 @@ def compare(rng: random.Random, function: Any, compiled: Any, plain: Any, skip: 
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_functions(enabled: None, tmp_path: Path, seed: int) -> None:
+def test_functions(strictly_enabled: None, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     function = make_function(rng, tmp_path / f"function_{seed}.py")
     args, kwargs = valid_call(function, rng, 0)
@@ -126,7 +112,7 @@ def test_functions(enabled: None, tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_bound_methods(enabled: None, tmp_path: Path, seed: int) -> None:
+def test_bound_methods(strictly_enabled: None, tmp_path: Path, seed: int) -> None:
     rng = random.Random(100 + seed)
     function = make_function(rng, tmp_path / f"method_{seed}.py", "self")
     method = type("Owner", (), {"method": function})().method
@@ -137,7 +123,7 @@ def test_bound_methods(enabled: None, tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_modules(enabled: None, tmp_path: Path, seed: int, in_place: bool) -> None:
+def test_modules(strictly_enabled: None, tmp_path: Path, seed: int, in_place: bool) -> None:
     """`OptimizedModule` gets its keywords as a dict, `module.compile()` as names."""
     rng = random.Random(200 + seed)
     function = make_function(rng, tmp_path / f"forward_{seed}_{in_place}.py", "self")
@@ -236,7 +222,7 @@ def test_odd_keywords(fresh: None, through: str) -> None:
         assert run() == expected
 
 
-def test_extra_dicts_and_tuples_are_the_calls_own(enabled: None) -> None:
+def test_extra_dicts_and_tuples_are_the_calls_own(strictly_enabled: None) -> None:
     def f(*rest: Any, **more: Any) -> Any:
         return (rest, more)
 
@@ -253,7 +239,7 @@ def test_extra_dicts_and_tuples_are_the_calls_own(enabled: None) -> None:
     assert hits(f) >= 5
 
 
-def test_positional_only_names_in_keywords(enabled: None) -> None:
+def test_positional_only_names_in_keywords(strictly_enabled: None) -> None:
     def f(a: Any, /, **more: Any) -> Any:
         return (a, more)
 
@@ -271,7 +257,7 @@ def test_positional_only_names_in_keywords(enabled: None) -> None:
 # ---- defaults ----
 
 
-def test_defaults_replaced_in_every_way(enabled: None) -> None:
+def test_defaults_replaced_in_every_way(strictly_enabled: None) -> None:
     def f(a: Any, b: Any = "b", *, c: Any = "c", d: Any = "d") -> Any:
         return (a, b, c, d)
 
@@ -293,7 +279,7 @@ def test_defaults_replaced_in_every_way(enabled: None) -> None:
     assert hits(f) - before == accepted
 
 
-def test_keyword_default_deleted_while_another_remains(enabled: None) -> None:
+def test_keyword_default_deleted_while_another_remains(strictly_enabled: None) -> None:
     def f(*, c: Any = "c", d: Any = "d") -> Any:
         return (c, d)
 
@@ -311,7 +297,7 @@ def test_keyword_default_deleted_while_another_remains(enabled: None) -> None:
             assert outcome(compiled, **kwargs) == outcome(f, **kwargs)
 
 
-def test_a_default_that_dies_with_the_call(enabled: None) -> None:
+def test_a_default_that_dies_with_the_call(strictly_enabled: None) -> None:
     """The function's defaults are replaced by the value's own finalizer."""
 
     class Last:
@@ -334,7 +320,7 @@ def test_a_default_that_dies_with_the_call(enabled: None) -> None:
 # ---- closures ----
 
 
-def test_cells_rebound_emptied_and_shared(enabled: None) -> None:
+def test_cells_rebound_emptied_and_shared(strictly_enabled: None) -> None:
     x: Any = "x"
     y: Any = "y"
 
@@ -362,7 +348,7 @@ def test_cells_rebound_emptied_and_shared(enabled: None) -> None:
     assert compiled(0) == (0, X, compiled)
 
 
-def test_an_argument_that_an_inner_function_captures(enabled: None) -> None:
+def test_an_argument_that_an_inner_function_captures(strictly_enabled: None) -> None:
     def f(a: Any, b: Any = 2) -> Any:
         def inner() -> Any:
             return b
@@ -376,7 +362,7 @@ def test_an_argument_that_an_inner_function_captures(enabled: None) -> None:
         assert compiled(1, b=7)() == 7
 
 
-def test_one_wrapper_per_closure(enabled: None) -> None:
+def test_one_wrapper_per_closure(strictly_enabled: None) -> None:
     """Functions of one code object share the SCM, and nothing else."""
 
     def make(value: Any, default: Any) -> Any:
@@ -417,7 +403,7 @@ def replacements() -> Iterator[Any]:
     yield closed
 
 
-def test_code_replaced(enabled: None) -> None:
+def test_code_replaced(strictly_enabled: None) -> None:
     def f(a: Any, b: Any = 1) -> Any:
         return (a, b)
 
@@ -438,7 +424,7 @@ def test_code_replaced(enabled: None) -> None:
             assert outcome(compiled) == outcome(f)
 
 
-def test_bound_method_of_a_changed_owner(enabled: None) -> None:
+def test_bound_method_of_a_changed_owner(strictly_enabled: None) -> None:
     class A:
         def method(self, x: Any) -> Any:
             return (type(self).__name__, x, self)

@@ -10,25 +10,18 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import trident
-from tests.conftest import compilations, frame_stats, reset_compilations
+from tests.conftest import compilations, frame_stats, outcome, reset_compilations
 from trident import _frame
 from trident.errors import TridentError
 
 X = torch.arange(4.0)
-
-
-@pytest.fixture
-def enabled(fresh: None, monkeypatch: Any) -> Iterator[None]:
-    monkeypatch.setenv("TRIDENT_STRICT", "1")
-    with trident.enable():
-        yield
 
 
 def opened(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -40,18 +33,11 @@ def opened(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return compiled
 
 
-def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        return type(error), str(error)
-
-
 def module_level(x: Any) -> Any:
     return x
 
 
-def test_arguments(enabled: None) -> None:
+def test_arguments(strictly_enabled: None) -> None:
     def f(a: Any, b: Any = 2, /, c: Any = 3, *rest: Any, d: Any, e: Any = 5, **more: Any) -> Any:
         return (a, b, c, rest, d, e, more)
 
@@ -75,7 +61,7 @@ def test_arguments(enabled: None) -> None:
     assert frame_stats("f").hits - before >= 7
 
 
-def test_too_many_and_unknown_arguments(enabled: None) -> None:
+def test_too_many_and_unknown_arguments(strictly_enabled: None) -> None:
     def f(a: Any, b: Any = 1) -> Any:
         return (a, b)
 
@@ -92,7 +78,7 @@ def test_too_many_and_unknown_arguments(enabled: None) -> None:
         assert expected[0] is TypeError
 
 
-def test_string_subclass_keywords(enabled: None) -> None:
+def test_string_subclass_keywords(strictly_enabled: None) -> None:
     class Name(str):
         __slots__ = ()
 
@@ -104,7 +90,7 @@ def test_string_subclass_keywords(enabled: None) -> None:
     assert compiled(**{Name("b"): 3}) == (0, {"b": 3})
 
 
-def test_defaults_change(enabled: None) -> None:
+def test_defaults_change(strictly_enabled: None) -> None:
     def f(a: Any, b: Any = 1, *, c: Any = 2) -> Any:
         return (a, b, c)
 
@@ -120,7 +106,7 @@ def test_defaults_change(enabled: None) -> None:
     assert compiled(0, 1, c=2) == (0, 1, 2)
 
 
-def test_closure_cells(enabled: None) -> None:
+def test_closure_cells(strictly_enabled: None) -> None:
     value: Any = 1
 
     def f(x: Any) -> Any:
@@ -136,7 +122,7 @@ def test_closure_cells(enabled: None) -> None:
     assert compiled(5) == (5, 3)
 
 
-def test_code_replaced(enabled: None) -> None:
+def test_code_replaced(strictly_enabled: None) -> None:
     def f(x: Any) -> Any:
         return x
 
@@ -151,7 +137,7 @@ def test_code_replaced(enabled: None) -> None:
     assert compiled(2) == (2, 2)
 
 
-def test_methods(enabled: None) -> None:
+def test_methods(strictly_enabled: None) -> None:
     class C:
         @torch.compile(backend="eager")
         def method(self, x: Any) -> Any:
@@ -221,7 +207,7 @@ def test_module_hooks(fresh: None, kind: Any, where: str) -> None:
         assert run() == expected
 
 
-def test_global_module_hook(enabled: None) -> None:
+def test_global_module_hook(strictly_enabled: None) -> None:
     compiled, log = opened_module(Identity()), []
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: log.append(1))
     with pytest.warns(UserWarning, match="global hooks"):
@@ -233,7 +219,7 @@ def test_global_module_hook(enabled: None) -> None:
     assert frame_stats("forward").hits == before + 1
 
 
-def test_forward_replaced(enabled: None) -> None:
+def test_forward_replaced(strictly_enabled: None) -> None:
     class M(Identity):
         def forward(self, x: Any) -> Any:
             return x
@@ -248,7 +234,7 @@ def test_forward_replaced(enabled: None) -> None:
     assert compiled(X) == (X, "class")
 
 
-def test_wrapper_of_a_module_dies(enabled: None) -> None:
+def test_wrapper_of_a_module_dies(strictly_enabled: None) -> None:
     """Only the OptimizedModule keeps its wrapper alive."""
     compiled = opened_module(Identity())
     gone = weakref.ref(compiled.forward)
@@ -261,7 +247,7 @@ def test_wrapper_of_a_module_dies(enabled: None) -> None:
     assert outcome(compiled, X)[0] is NotImplementedError
 
 
-def test_class_and_dict_replaced(enabled: None) -> None:
+def test_class_and_dict_replaced(strictly_enabled: None) -> None:
     class Other(Identity):
         def forward(self, x: Any) -> Any:
             return (x, "other")
@@ -279,7 +265,7 @@ def test_class_and_dict_replaced(enabled: None) -> None:
     assert log == ["hook"]
 
 
-def test_type_patched(enabled: None) -> None:
+def test_type_patched(strictly_enabled: None) -> None:
     class M(Identity):
         pass
 
@@ -291,7 +277,7 @@ def test_type_patched(enabled: None) -> None:
     assert compiled(X) == "implemented"
 
 
-def test_module_compile(enabled: None) -> None:
+def test_module_compile(strictly_enabled: None) -> None:
     module, log = Identity(), []
     module.compile(backend="eager")
     for _ in range(5):
@@ -304,7 +290,7 @@ def test_module_compile(enabled: None) -> None:
     assert module(X) is X
 
 
-def test_copy_and_pickle(enabled: None) -> None:
+def test_copy_and_pickle(strictly_enabled: None) -> None:
     # Pickle stores a function by name; the name of a wrapper is that of what it wraps.
     expected = outcome(pickle.dumps, torch.compile(module_level, backend="eager"))
     compiled = opened(module_level, 1)
@@ -318,7 +304,7 @@ def test_copy_and_pickle(enabled: None) -> None:
     assert torch.equal(twin(X), X)
 
 
-def test_looks_like_a_function(enabled: None) -> None:
+def test_looks_like_a_function(strictly_enabled: None) -> None:
     def f(x: Any, y: int = 2) -> Any:
         "Documented."
         return x
@@ -445,7 +431,7 @@ def test_reset_option(fresh: None) -> None:
         assert compilations()["graphs"] == 1
 
 
-def test_back_off_and_return(enabled: None) -> None:
+def test_back_off_and_return(strictly_enabled: None) -> None:
     def f(x: torch.Tensor, n: float) -> torch.Tensor:
         return x + n
 
@@ -466,7 +452,7 @@ def test_back_off_and_return(enabled: None) -> None:
     assert _frame.is_hooked(f.__code__)
 
 
-def test_doors_die_with_their_functions(enabled: None) -> None:
+def test_doors_die_with_their_functions(strictly_enabled: None) -> None:
     def make() -> weakref.ref[Any]:
         def f(x: Any) -> Any:
             return x
@@ -483,7 +469,7 @@ def test_doors_die_with_their_functions(enabled: None) -> None:
     assert _frame.n_doors() == before
 
 
-def test_doors_while_another_thread_compiles(enabled: None) -> None:
+def test_doors_while_another_thread_compiles(strictly_enabled: None) -> None:
     compiled = opened(module_level, 1)
     stop, wrong = threading.Event(), []
 
@@ -503,7 +489,7 @@ def test_doors_while_another_thread_compiles(enabled: None) -> None:
     assert not wrong
 
 
-def test_explain(enabled: None) -> None:
+def test_explain(strictly_enabled: None) -> None:
     graph = torch.compile(lambda x: x + 1, backend="eager")
     graph(X)
     graph(X)
@@ -526,7 +512,7 @@ def test_explain(enabled: None) -> None:
             trident.explain(garbage)
 
 
-def test_breakpoint_of_the_bytecode_debugger(enabled: None, monkeypatch: Any) -> None:
+def test_breakpoint_of_the_bytecode_debugger(strictly_enabled: None, monkeypatch: Any) -> None:
     """Stock starts the debugger when it runs such code; so it must be stock that runs it."""
     debugger = pytest.importorskip("torch._dynamo.bytecode_debugger")
     prompts: list[str] = []
@@ -545,7 +531,7 @@ def test_breakpoint_of_the_bytecode_debugger(enabled: None, monkeypatch: Any) ->
     assert trident.stats().run_code == 0
 
 
-def test_explain_resume_functions(enabled: None) -> None:
+def test_explain_resume_functions(strictly_enabled: None) -> None:
     def broken(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
         torch._dynamo.graph_break()
@@ -559,7 +545,7 @@ def test_explain_resume_functions(enabled: None) -> None:
     assert all(frame.run_code == 2 for frame in frames)
 
 
-def test_stats(enabled: None) -> None:
+def test_stats(strictly_enabled: None) -> None:
     compiled = opened(module_level, 1)
     trident.reset_stats()
     assert trident.stats().hits == 0
@@ -571,7 +557,7 @@ def test_stats(enabled: None) -> None:
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="doors change the type on 3.11 only")
-def test_type_is_plain_while_compiling(enabled: None) -> None:
+def test_type_is_plain_while_compiling(strictly_enabled: None) -> None:
     compiled, seen = opened(module_level, 1), []
 
     def backend(gm: Any, inputs: Any) -> Any:

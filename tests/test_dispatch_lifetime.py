@@ -10,7 +10,7 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,12 +22,6 @@ from trident import _frame, capture
 
 X = torch.arange(4.0)
 CALLS = 100_000
-
-
-@pytest.fixture
-def enabled(fresh: None) -> Iterator[None]:
-    with trident.enable():
-        yield
 
 
 def rss_bytes() -> int:

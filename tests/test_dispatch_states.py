@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trident
 from tests.conftest import compilations, reset_compilations
+from tests.states import Doubler, Identity
 from tests.test_equality import assert_same
 
 X = torch.arange(4.0)
@@ -29,20 +30,6 @@ SCENARIOS: dict[str, Callable[[], Any]] = {}
 def scenario(function: Callable[[], Any]) -> Callable[[], Any]:
     SCENARIOS[function.__name__] = function
     return function
-
-
-class Doubler(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
-class Identity(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
 
 
 def callables(**options: Any) -> dict[str, Callable[..., Any]]:

@@ -14,7 +14,7 @@ import io
 import pickle
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,13 +25,6 @@ from tests.conftest import frame_stats
 from trident import _frame
 
 X = torch.arange(4.0)
-
-
-@pytest.fixture
-def enabled(fresh: None, monkeypatch: Any) -> Iterator[None]:
-    monkeypatch.setenv("TRIDENT_STRICT", "1")
-    with trident.enable():
-        yield
 
 
 def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +69,7 @@ def wrapper_like(compiled: Any) -> Any:
     return namespace["outer"]()
 
 
-def test_code_of_the_wrapper_replaced(enabled: None) -> None:
+def test_code_of_the_wrapper_replaced(strictly_enabled: None) -> None:
     compiled = opened(lambda x: (x, 1), 0)
     former = compiled.__code__
     compiled.__code__ = wrapper_like(compiled).__code__
@@ -103,7 +96,7 @@ def test_cell_of_the_wrapper_emptied(fresh: None, name: str) -> None:
         assert run() == expected
 
 
-def test_target_of_the_wrapper_replaced(enabled: None) -> None:
+def test_target_of_the_wrapper_replaced(strictly_enabled: None) -> None:
     def f(x: Any) -> Any:
         return x
 
@@ -173,7 +166,7 @@ class Uses:
     twice = functools.partialmethod(method, "partial")
 
 
-def test_in_every_place_of_a_class(enabled: None) -> None:
+def test_in_every_place_of_a_class(strictly_enabled: None) -> None:
     uses = Uses()
     names = ("method", "of_class", "static", "value", "__getitem__", "__call__", "__add__")
     for i in range(8):
@@ -265,7 +258,7 @@ def test_questions(fresh: None, i: int) -> None:
 # ---- life and death ----
 
 
-def test_many_doors_in_cycles(enabled: None) -> None:
+def test_many_doors_in_cycles(strictly_enabled: None) -> None:
     def make(i: int) -> Any:
         def in_cycle(x: Any) -> Any:
             return (x, i)
@@ -291,7 +284,7 @@ def test_many_doors_in_cycles(enabled: None) -> None:
     assert compiled(5) == (5, 0)
 
 
-def test_resurrected(enabled: None) -> None:
+def test_resurrected(strictly_enabled: None) -> None:
     class Keeper:
         def __init__(self, kept: Any) -> None:
             self.kept = kept
@@ -318,7 +311,7 @@ def test_resurrected(enabled: None) -> None:
     assert _frame.has_door(compiled)
 
 
-def test_models_with_doors_are_freed(enabled: None) -> None:
+def test_models_with_doors_are_freed(strictly_enabled: None) -> None:
     class Model(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             return x
@@ -341,7 +334,7 @@ def test_models_with_doors_are_freed(enabled: None) -> None:
     assert _frame.n_doors() == before
 
 
-def test_door_that_always_misses_closes_and_returns(enabled: None) -> None:
+def test_door_that_always_misses_closes_and_returns(strictly_enabled: None) -> None:
     def f(x: Any) -> Any:
         return (x, 1)
 

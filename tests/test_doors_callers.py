@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,13 +24,6 @@ from trident import _frame
 from trident.errors import TridentError
 
 X = torch.arange(4.0)
-
-
-@pytest.fixture
-def enabled(fresh: None, monkeypatch: Any) -> Iterator[None]:
-    monkeypatch.setenv("TRIDENT_STRICT", "1")
-    with trident.enable():
-        yield
 
 
 def make() -> Any:
@@ -199,7 +192,7 @@ def takes_function(fn: Any, x: Any) -> Any:
     return x + 1, fn, torch.compiler.is_compiling()
 
 
-def test_lookup_of_stock_sees_plain_functions(enabled: None) -> None:
+def test_lookup_of_stock_sees_plain_functions(strictly_enabled: None) -> None:
     """Where only stock may look: a stance, and after more misses than the hook bears otherwise."""
     functions = [make() for _ in range(2)]
     compiled = torch.compile(takes_function, backend="eager", dynamic=False)
@@ -311,7 +304,7 @@ def test_traced(fresh: None, name: str) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, ValueError])
-def test_types_come_back_after_a_failed_compilation(enabled: None, error: Any) -> None:
+def test_types_come_back_after_a_failed_compilation(strictly_enabled: None, error: Any) -> None:
     function = make()
     open_doors(function)
     doored = type(function)
@@ -461,7 +454,7 @@ def names_explained(value: Any) -> list[str]:
     return [frame.name for frame in explanation.frames if frame.name != "inner"]
 
 
-def test_explain_finds_what_was_compiled(enabled: None) -> None:
+def test_explain_finds_what_was_compiled(strictly_enabled: None) -> None:
     decorated, own, in_place = Decorated(), Identity(), Identity()
     own.forward = torch.compile(own.forward, backend="eager")  # type: ignore[method-assign]
     in_place.compile(backend="eager")
@@ -493,14 +486,14 @@ class Hostile:
 @pytest.mark.parametrize(
     "garbage", [None, 3, "f", [], len, int, torch, (lambda: 0).__code__, X, Hostile(), property()]
 )
-def test_explain_garbage(enabled: None, garbage: Any) -> None:
+def test_explain_garbage(strictly_enabled: None, garbage: Any) -> None:
     with pytest.raises(TridentError, match="takes a function"):
         trident.explain(garbage)
     with pytest.raises(TridentError):
         trident.explain(garbage, ir=True)
 
 
-def test_explain_does_not_disturb(enabled: None) -> None:
+def test_explain_does_not_disturb(strictly_enabled: None) -> None:
     """Neither what was compiled, nor what is then served."""
     function, module = make(), torch.compile(Decorated(), backend="eager")
     reset_compilations()

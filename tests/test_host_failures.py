@@ -26,12 +26,6 @@ from tests.test_lifetime import in_thread
 HERE = __file__
 
 
-@pytest.fixture
-def enabled(fresh: None) -> Iterator[None]:
-    with trident.enable():
-        yield
-
-
 # ---- operators that raise for some values ----
 
 

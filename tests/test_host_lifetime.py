@@ -23,12 +23,6 @@ from tests.test_host_programs import native_programs
 CALLS = 100_000
 
 
-@pytest.fixture
-def enabled(fresh: None) -> Iterator[None]:
-    with trident.enable():
-        yield
-
-
 def same_attempts(
     attempt: Callable[[Any], Any], f: Any, native: bool = True, backend: str | None = None
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import entry_points
 from types import FunctionType
 from typing import Any
@@ -18,12 +17,6 @@ from tests.host_functions import FUNCTIONS, NOT_NATIVE, TRAINED, make_inputs
 from tests.test_equality import assert_same
 
 CALLS = 4
-
-
-@pytest.fixture
-def enabled(fresh: None) -> Iterator[None]:
-    with trident.enable():
-        yield
 
 
 def run(f: Any, requires_grad: bool = False) -> list[Any]:

@@ -35,12 +35,6 @@ X = torch.arange(4.0)
 PATIENCE = 20.0  # seconds that a thread or a child process may take before it counts as hanging
 
 
-@pytest.fixture
-def enabled(fresh: None) -> Iterator[None]:
-    with trident.enable():
-        yield
-
-
 class Scale(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

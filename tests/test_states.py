@@ -23,23 +23,18 @@ from tests.states import (
     DOORED,
     TENSOR_TO_TENSOR,
     Enter,
-    Scenario,
     X,
     call_all,
     callables,
     cases,
     check,
     outcome,
+    registry,
     served,
 )
 from trident import _frame
 
-SCENARIOS: dict[str, Scenario] = {}
-
-
-def scenario(function: Scenario) -> Scenario:
-    SCENARIOS[function.__name__] = function
-    return function
+SCENARIOS, scenario = registry()
 
 
 class Log(TorchDispatchMode):

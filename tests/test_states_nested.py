@@ -20,7 +20,6 @@ from tests.states import (
     MODES,
     Backend,
     Enter,
-    Scenario,
     X,
     call_all,
     callables,
@@ -28,16 +27,12 @@ from tests.states import (
     check,
     normal,
     outcome,
+    registry,
     served,
 )
 from trident import _frame
 
-SCENARIOS: dict[str, Scenario] = {}
-
-
-def scenario(function: Scenario) -> Scenario:
-    SCENARIOS[function.__name__] = function
-    return function
+SCENARIOS, scenario = registry()
 
 
 # ---- regions within regions ----

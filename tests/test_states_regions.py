@@ -16,21 +16,16 @@ from tests.states import (
     TENSOR_TO_TENSOR,
     Backend,
     Enter,
-    Scenario,
     X,
     call_all,
     callables,
     cases,
     check,
     outcome,
+    registry,
 )
 
-SCENARIOS: dict[str, Scenario] = {}
-
-
-def scenario(function: Scenario) -> Scenario:
-    SCENARIOS[function.__name__] = function
-    return function
+SCENARIOS, scenario = registry()
 
 
 # ---- settings that Dynamo guards on ----
