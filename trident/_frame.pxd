@@ -2,6 +2,7 @@
 from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libcpp cimport bool as cbool
+from libcpp.pair cimport pair
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
@@ -27,16 +28,22 @@ cdef extern from "runtime/guards.h" namespace "trident":
     void set_guard_modules(PyObject *device_dict, PyObject *forward_ad)
 
 cdef extern from "runtime/program.h" namespace "trident":
+    cdef cppclass IntegerRow:
+        pass
     cdef cppclass HostProgram:
         HostProgram()
         int n_inputs
         int n_slots
-        vector[int] outputs
+        vector[IntegerRow] integers
+        vector[pair[int, int]] numbers
+        vector[pair[cbool, int]] outputs
+        vector[vector[int]] lists
         int cudnn
         PyObject *globals
         PyObject *globals_file
     int program_add_call(HostProgram *program, const char *name, const char *overload,
                          PyObject *arguments, PyObject *results)
+    cbool program_add_integer(HostProgram *program, const char *op, int64_t a, int64_t b)
     cbool program_add_constant(HostProgram *program, int slot, PyObject *value)
     void program_add_line(HostProgram *program, const char *file, const char *function, int line)
     void program_set_function(HostProgram *program, uintptr_t address)

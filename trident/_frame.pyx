@@ -75,10 +75,29 @@ cdef class NativeProgram:
         if not program_add_constant(self.native, slot, <PyObject *>value):
             _propagate()
 
+    def add_integer(self, str op, int64_t a, int64_t b) -> None:
+        """Appends a row of the integers that are computed first: see IntegerRow in program.h. Raises
+        ValueError for what is none."""
+        if not program_add_integer(self.native, op.encode(), a, b):
+            _propagate()
+
+    def add_number(self, int slot, int row) -> None:
+        """The slot holds the tensor that eager makes of that integer."""
+        if not 0 <= slot < self.native.n_slots or not 0 <= row < <int>self.native.integers.size():
+            raise ValueError(f"slot {slot}, row {row}")
+        self.native.numbers.push_back(pair[int, int](slot, row))
+
+    def add_list(self, list slots) -> None:
+        """Appends a list of optional tensors: slots, -1 for None."""
+        if not all(-1 <= slot < self.native.n_slots for slot in slots):
+            raise ValueError(f"slots {slots} of {self.native.n_slots}")
+        self.native.lists.push_back(<vector[int]>slots)
+
     def add_call(self, str name, str overload, list arguments, list results) -> int:
         """Appends a call of an operator and returns its index. `arguments`: (kind, value) for each of
         the schema's, kind "constant", "default", "tensor" (a slot), "tensors" or "optional_tensors"
-        (lists of slots or None); `results`: for each return a slot, None, or a list of these."""
+        (lists of slots or None), "computed" ((is it a list, its items: (is it a row of the program's
+        integers, the row or the number))); `results`: for each return a slot, None, or a list of these."""
         cdef bytes first = name.encode(), second = overload.encode()
         cdef int index = program_add_call(self.native, first, second, <PyObject *>arguments,
                                           <PyObject *>results)
@@ -87,13 +106,15 @@ cdef class NativeProgram:
         return index
 
     def finish(self, list outputs, list lines, cudnn=None) -> None:
-        """Sets the slots of the outputs and, per step, (file, function, line; 0 for none). `cudnn`:
-        the program is for calls while torch.backends.cudnn.enabled is this."""
+        """Sets the outputs, ("tensor", slot) or ("integer", row), and, per step, (file, function,
+        line; 0 for none). `cudnn`: the program is for calls while torch.backends.cudnn.enabled is
+        this."""
         self.native.cudnn = -1 if cudnn is None else int(cudnn)
-        for slot in outputs:
-            if not 0 <= slot < self.native.n_slots:
-                raise ValueError(f"output slot {slot} of {self.native.n_slots}")
-            self.native.outputs.push_back(slot)
+        for kind, place in outputs:
+            is_integer = kind == "integer"
+            if not 0 <= place < (self.native.integers.size() if is_integer else self.native.n_slots):
+                raise ValueError(f"output {kind} {place}")
+            self.native.outputs.push_back(pair[cbool, int](is_integer, place))
         for file, function, line in lines:
             program_add_line(self.native, file.encode(), function.encode(), line)
 

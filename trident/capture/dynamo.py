@@ -332,6 +332,15 @@ def is_helper(function: Any) -> bool:
     return function is getattr(utils(), "object_setattr_ignore_descriptor", None)
 
 
+def property_step(function: Any) -> str | None:
+    """The kind of plan step that this function of :func:`utils` is, if it only reads a property of
+    a tensor (2.11 to 2.15)."""
+    for name in ("size", "stride", "storage_offset"):
+        if function is getattr(utils(), f"call_{name}", None):
+            return f"get_{name}"
+    return None
+
+
 def is_profiling_helper(function: Any) -> bool:
     """Does this function of :func:`utils` only mark the time for a profiler (2.11 to 2.15)?"""
     names = ("record_pregraph_bytecode_enter", "record_pregraph_bytecode_exit")

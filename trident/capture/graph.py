@@ -2,11 +2,14 @@
 
 The graph is traced by ``make_fx(pre_dispatch=True)``, which records an operator before autograd,
 autocast and decompositions act: one recorded operator is one call through the full dispatcher. It
-runs on copies of Dynamo's own fake tensors under their own fake mode, so nothing is computed and
-neither symbols nor guards are added to Dynamo's ShapeEnv.
+runs on copies of Dynamo's own fake tensors under their own fake mode, so nothing is computed, and
+no symbols are added to Dynamo's ShapeEnv. A guard that the trace would add to it ends the trace.
 
 What the trace computed is compared with what Dynamo itself found for every node (shape, strides,
 dtype, device, requires_grad); a difference, or anything not understood, means no host program.
+
+A traced node's ``meta["trident"]`` says what it gives: :class:`Shape` for a tensor, a sympy
+expression over the symbols of the inputs' sizes for a number, a list of these for several.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
+from trident.capture.patching import Patches
 from trident.errors import UnsupportedGraph
 
 # Functions without a value that the tracer records.
@@ -62,6 +67,14 @@ class TracedGraph:
     reason: str | None = None
 
 
+@dataclasses.dataclass(slots=True, frozen=True)
+class Shape:
+    """Sizes and strides of a tensor: sympy expressions, or ints."""
+
+    sizes: tuple[Any, ...]
+    strides: tuple[Any, ...]
+
+
 def attach(module: torch.fx.GraphModule) -> None:
     """Traces Dynamo's graph and keeps the result with it."""
     try:
@@ -86,6 +99,11 @@ def of_callable(function: Any) -> TracedGraph | None:
     return found if isinstance(found, TracedGraph) else None
 
 
+def given_by(node: torch.fx.Node) -> Any:
+    """What a traced node gives: see above."""
+    return node.meta.get(_KEY)
+
+
 def line_of(node: torch.fx.Node) -> Line:
     """The innermost line of user code that `node` comes from."""
     found = _STACK_ENTRY.findall(node.meta.get("stack_trace") or "")
@@ -98,22 +116,88 @@ _STACK_ENTRY = re.compile(r'^\s*File "(.*)", line (\d+), in (.*)$', re.MULTILINE
 def _trace(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     _reject_metadata_mutations(module.graph)
     examples = [_example(node) for node in module.graph.find_nodes(op="placeholder")]
-    modes = {id(e.fake_mode): e.fake_mode for e in examples}
-    modes.update(
-        (id(e.fake_mode), e.fake_mode)
-        for node in module.graph.nodes
-        for e in _fakes(node.meta.get("example_value"))
-    )
+    values = [node.meta.get("example_value") for node in module.graph.nodes]
+    modes = {id(e.fake_mode): e.fake_mode for e in _fakes(values)}
     if len(modes) != 1:
         raise UnsupportedGraph(f"it has {len(modes)} fake tensor modes")
     (mode,) = modes.values()
     interpreter = _Interpreter(module)
-    with _quiet(interpreter.warned), mode, torch.fx.traceback.preserve_node_meta():
+    with (
+        _quiet(interpreter.warned),
+        _without_guards(mode.shape_env),
+        mode,
+        torch.fx.traceback.preserve_node_meta(),
+    ):
         copies = [_copy(example) for example in examples]
+        make_fx = proxy_tensor.make_fx
         traced = make_fx(interpreter.run, tracing_mode="real", pre_dispatch=True)(*copies)
-    interpreter.compare()
+        interpreter.compare()
+    for node in traced.graph.nodes:
+        node.meta[_KEY] = _given(node.meta.pop("val", None))
     traced.meta[AUTOCAST_CACHES] = interpreter.autocast_caches
     return traced
+
+
+def _given(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Shape(tuple(map(_number, value.shape)), tuple(map(_number, value.stride())))
+    if isinstance(value, (tuple, list)):
+        return [_given(item) for item in value]
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    """The expression of a symbolic number; everything else as it is."""
+    symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return value.node.expr if symbolic else value
+
+
+class _NewGuard(GuardOnDataDependentSymNode):
+    """The trace would add a guard. (Of this class, as ShapeEnv logs no warning for it.)"""
+
+
+@contextlib.contextmanager
+def _without_guards(shape_env: ShapeEnv | None) -> Iterator[None]:
+    """Raises UnsupportedGraph if what runs inside would add a guard to `shape_env`.
+
+    Dynamo ran the same operators on the same sizes, so what is asked has a guard already.
+    """
+    if shape_env is None:
+        yield
+        return
+    if not hasattr(shape_env, "_check_frozen"):
+        raise UnsupportedGraph("this torch has a ShapeEnv that Trident does not know")
+    wanted: list[str] = []
+
+    def refuse(expression: Any, value: Any) -> None:
+        wanted.append(f"{expression} == {value}")
+        raise _NewGuard(expression)
+
+    if not _patches.active:
+        original = proxy_tensor._extract_tensor_metadata
+
+        def extract(*args: Any, **kwargs: Any) -> Any:
+            # It asks for memory formats that nobody needs here, which would add guards.
+            tracing = getattr(_local, "tracing", False)
+            return None if tracing else original(*args, **kwargs)
+
+        _patches.put(proxy_tensor, "_extract_tensor_metadata", extract)
+    vars(shape_env)["_check_frozen"] = refuse
+    _local.tracing = True
+    try:
+        yield
+    except Exception:
+        if not wanted:
+            raise
+    finally:
+        _local.tracing = False
+        del vars(shape_env)["_check_frozen"]
+    if wanted:  # perhaps somebody went on without it
+        raise UnsupportedGraph(f"tracing it would add the guard {wanted[0]}")
+
+
+_patches = Patches()
+_local = threading.local()
 
 
 @contextlib.contextmanager
@@ -155,20 +239,22 @@ def _fakes(value: Any) -> Iterator[FakeTensor]:
             yield from _fakes(item)
 
 
-def _example(node: torch.fx.Node) -> FakeTensor:
+def _example(node: torch.fx.Node) -> torch.Tensor | torch.SymInt:
     value = node.meta.get("example_value")
+    if isinstance(value, torch.SymInt):
+        return value
     if not isinstance(value, FakeTensor) or type(value) not in (FakeTensor, torch.nn.Parameter):
         raise UnsupportedGraph(f"its input {node.name} is no plain tensor")
     if value.layout is not torch.strided or value.is_quantized or value.is_nested:
         raise UnsupportedGraph(f"its input {node.name} has the layout {value.layout}")
     if value.is_conj() or value.is_neg() or value.is_inference():
         raise UnsupportedGraph(f"its input {node.name} is conjugated, negated or of inference mode")
-    if any(not isinstance(size, int) for size in (*value.shape, *value.stride())):
-        raise UnsupportedGraph(f"its input {node.name} has symbolic sizes")
     return value
 
 
-def _copy(example: FakeTensor) -> torch.Tensor:
+def _copy(example: torch.Tensor | torch.SymInt) -> torch.Tensor | torch.SymInt:
+    if isinstance(example, torch.SymInt):
+        return example
     copy = torch.empty_strided(
         example.shape, example.stride(), dtype=example.dtype, device=example.device
     )
@@ -235,8 +321,9 @@ def _description(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise UnsupportedGraph(f"it has tensors with the layout {value.layout}")
-        kind = (tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
+        shape = _given(value)
+        kind = (shape.sizes, shape.strides, value.dtype, value.device)
         return (*kind, value.requires_grad)
     if isinstance(value, (tuple, list)):
         return [_description(item) for item in value]
-    return value
+    return _number(value)

@@ -24,11 +24,23 @@ from trident.codegen.registry import register
 
 # What a machine word of a call is made of.
 #   ("int", value)        an integer
+#   ("integer", row)      an integer that the program computed
 #   ("constant", offset)  the address of a constant of the program
 #   ("slot", slot)        the address of a slot
 #   ("tensor", slot)      the pointer that the slot holds
 #   ("memory", words)     the address of these words, made anew on the stack for each call
+#   ("scalar", row)       the address of an optional c10::Scalar that holds that integer
+#   ("list", index)       the address of a c10::List of optional tensors, made anew for each call
 Word = tuple[str, Any]
+
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Integer:
+    """What row `row` of the program's integers gives."""
+
+    row: int
+
 
 _INTEGER_REGISTERS, _FLOAT_REGISTERS = 6, 8
 
@@ -45,9 +57,10 @@ class DirectCall:
 
 
 class Constants:
-    """The memory of a program's constants."""
+    """The memory of a program's constants, and the slots (-1: None) of its `lists`."""
 
     def __init__(self) -> None:
+        self.lists: list[list[int]] = []
         self._bytes = bytearray()
         self._offsets: dict[bytes, int] = {}
 
@@ -192,8 +205,14 @@ class _Packer:
         return self.real(value) and self.word(("int", word))
 
     def integers(self, values: Any) -> list[Word]:
+        if any(isinstance(value, Integer) for value in values):
+            return [("memory", [_integer_word(value) for value in values]), ("int", len(values))]
         data = struct.pack(f"<{len(values)}q", *values)
         return [("constant", self.constants.add(data or bytes(8))), ("int", len(values))]
+
+
+def _integer_word(value: Any) -> Word:
+    return ("integer", value.row) if isinstance(value, Integer) else ("int", int(value))
 
 
 _Rule = Callable[[_Packer, str, Any], bool]
@@ -205,7 +224,12 @@ def _rule(*kinds: str) -> Callable[[_Rule], _Rule]:
 
 
 def _is_int(value: Any) -> bool:
-    return type(value) in (int, bool) and -(2**62) < value < 2**62
+    return isinstance(value, Integer) or _is_constant(value)
+
+
+def _is_constant(value: Any) -> bool:
+    # As a c10::SymInt holds them.
+    return type(value) in (int, bool) and -(2**62) < value < 2**63
 
 
 def _is_ints(value: Any) -> bool:
@@ -240,9 +264,17 @@ def _tensor_reference(packer: _Packer, how: str, value: Any) -> bool:
     return how == "tensors" and packer.word(("memory", [*_tensor_words(value), ("int", tag)]))
 
 
+@_rule("c10::List<std::optional<at::Tensor> > const&")
+def _optional_tensors(packer: _Packer, how: str, value: Any) -> bool:
+    if how != "optional_tensors":
+        return False
+    packer.constants.lists.append([-1 if slot is None else slot for slot in value])
+    return packer.word(("list", len(packer.constants.lists) - 1))
+
+
 @_rule("long")
 def _long(packer: _Packer, how: str, value: Any) -> bool:
-    return how == "constant" and _is_int(value) and packer.word(("int", int(value)))
+    return _is_int(value) and how != "tensor" and packer.word(_integer_word(value))
 
 
 @_rule("bool")
@@ -258,14 +290,14 @@ def _double(packer: _Packer, how: str, value: Any) -> bool:
 @_rule("c10::SymInt")
 def _symint(packer: _Packer, how: str, value: Any) -> bool:
     # By reference to a copy of ours, which the callee may empty.
-    return how == "constant" and _is_int(value) and packer.word(("memory", [("int", int(value))]))
+    return _is_int(value) and how != "tensor" and packer.word(("memory", [_integer_word(value)]))
 
 
 @_rule("std::optional<c10::SymInt>")
 def _optional_symint(packer: _Packer, how: str, value: Any) -> bool:
     if value is None:
         return packer.word(("memory", [("int", 0), ("int", 0)]))
-    return _is_int(value) and packer.word(("memory", [("int", int(value)), ("int", 1)]))
+    return _is_int(value) and packer.word(("memory", [_integer_word(value), ("int", 1)]))
 
 
 @_rule("std::optional<at::Generator>")
@@ -275,7 +307,7 @@ def _generator(packer: _Packer, how: str, value: Any) -> bool:
 
 @_rule("c10::ArrayRef<long>", "c10::ArrayRef<c10::SymInt>")
 def _integer_list(packer: _Packer, how: str, value: Any) -> bool:
-    return how == "constant" and _is_ints(value) and packer.words(packer.integers(value))
+    return how != "tensors" and _is_ints(value) and packer.words(packer.integers(value))
 
 
 @_rule("c10::OptionalArrayRef<long>", "c10::OptionalArrayRef<c10::SymInt>")
@@ -300,6 +332,8 @@ def _optional_float_list(packer: _Packer, how: str, value: Any) -> bool:
 
 @_rule("c10::Scalar const&")
 def _scalar(packer: _Packer, how: str, value: Any) -> bool:
+    if isinstance(value, Integer):
+        return packer.word(("scalar", value.row))
     if how != "constant" or not _is_number(value):
         return False
     return packer.word(("constant", packer.constants.add(_frame.scalar_bytes(value, False))))
@@ -307,20 +341,22 @@ def _scalar(packer: _Packer, how: str, value: Any) -> bool:
 
 @_rule("std::optional<c10::Scalar> const&")
 def _optional_scalar(packer: _Packer, how: str, value: Any) -> bool:
+    if isinstance(value, Integer):
+        return packer.word(("scalar", value.row))
     if value is not None and not _is_number(value):
         return False
     return packer.word(("constant", packer.constants.add(_frame.scalar_bytes(value, True))))
 
 
 def _is_number(value: Any) -> bool:
-    return _is_int(value) or type(value) in (float, complex)
+    return _is_constant(value) or type(value) in (float, complex)
 
 
 @_rule("std::optional<long>")
 def _optional_long(packer: _Packer, how: str, value: Any) -> bool:
     if value is None:
         return packer.words([("int", 0), ("int", 0)])
-    return _is_int(value) and packer.words([("int", int(value)), ("int", 1)])
+    return _is_int(value) and packer.words([_integer_word(value), ("int", 1)])
 
 
 @_rule("std::optional<double>")

@@ -4,7 +4,8 @@ One ``scm.specialization`` holds two regions of one block each. ``guards`` is st
 fetches produce ``!scm.object`` values, checks consume them, any of them that fails means that the
 guards fail, and ``scm.pass`` ends it. ``plan`` builds the frame's result out of its arguments and
 ends in ``scm.return``, or is ``scm.run_code`` when Dynamo's own code object has to run. A graph is
-a ``scm.program`` beside it, a host program: its steps in order, on ``!scm.tensor`` values.
+a ``scm.program`` beside it, a host program: its steps in order, on ``!scm.tensor`` values. What it
+computes of sizes are ``!scm.int`` values of 64 bits, all before the first operator.
 
 Python objects cannot be MLIR attributes, and addresses would make text differ from run to run. So
 an attribute ``object``, ``type`` or ``id`` is an index into a side list (:class:`ObjectTable`) and
@@ -117,6 +118,9 @@ PLAN_STEPS: dict[str, tuple[str, ...]] = {
     "get_attr": ("object",),
     "get_item": (),
     "get_global": ("object",),
+    "get_size": ("object",),
+    "get_stride": ("object",),
+    "get_storage_offset": (),
     "tuple": (),
     "list": (),
     "dict": (),
@@ -128,6 +132,8 @@ PLAN_EFFECTS: dict[str, tuple[str, ...]] = {
     "store_item": (),
     "store_global": ("object",),
 }
+# Steps of a program that compute an integer of two.
+INTEGER_STEPS = ("add", "multiply", "floor_divide", "modulo", "minimum", "maximum")
 PLAN_OPS = (
     *("argument", "free_variable", "constant", "return", "run_code", "run_program"),
     *PLAN_STEPS,
@@ -145,6 +151,10 @@ class ObjectType(Scm.Type, name="object"):  # type: ignore[call-arg,name-defined
 
 class TensorType(Scm.Type, name="tensor"):  # type: ignore[call-arg,name-defined]
     """``!scm.tensor``: a tensor of a host program, which operators may change in place."""
+
+
+class IntegerType(Scm.Type, name="int"):  # type: ignore[call-arg,name-defined]
+    """``!scm.int``: a number that a host program computes of sizes."""
 
 
 def _define(name: str, fields: dict[str, Any], *, terminator: bool = False) -> None:
@@ -181,17 +191,26 @@ def _define_operations() -> None:
     _define("return", {"value": value}, terminator=True)
     _define("run_code", {"reason": ir.StringAttr}, terminator=True)
     tensor = ext.Operand[TensorType]
-    tensors = {"tensors": Sequence[tensor]}  # type: ignore[valid-type]
+    number = ext.Operand[IntegerType]
+    operands = {"tensors": Sequence[tensor], "integers": Sequence[number]}  # type: ignore[valid-type]
+    computed = {"result": ext.Result[IntegerType]}
     _define("input", {"index": integer, "result": ext.Result[TensorType]})
     _define("constant_tensor", {"object": integer, "result": ext.Result[TensorType]})
+    _define("integer_input", {"index": integer, **computed})
+    _define("size", {"tensor": tensor, "index": integer, **computed})
+    _define("stride", {"tensor": tensor, "index": integer, **computed})
+    _define("integer", {"value": integer, **computed})
+    for name in INTEGER_STEPS:
+        _define(name, {"first": number, "second": number, **computed})
+    _define("number", {"value": number, "result": ext.Result[TensorType]})
     made = {"results": Sequence[ext.Result[TensorType]]}
-    _define("operator", {**tensors, "name": ir.StringAttr, "object": integer, **label, **made})
+    _define("operator", {**operands, "name": ir.StringAttr, "object": integer, **label, **made})
     _define("release", {"tensor": tensor})
     _define("grad_mode", {"enabled": integer})
     fields = dict.fromkeys(("device", "dtype", "enabled", "cache"), integer)
     _define("autocast_enter", fields)
     _define("autocast_exit", {})
-    _define("yield", tensors, terminator=True)
+    _define("yield", operands, terminator=True)
     _define("program", {"inputs": integer, "body": ext.Region})
     _define(
         "specialization",
@@ -374,7 +393,7 @@ class Emitter:
     """
 
     __slots__ = (
-        *("_index_type", "_integers", "_object_type", "_tensor_type"),
+        *("_index_type", "_integer_type", "_integers", "_object_type", "_tensor_type"),
         *("body", "guards", "plan", "program"),
     )
 
@@ -398,6 +417,7 @@ class Emitter:
         self.body: ir.InsertionPoint | None = None
         self._object_type = [ObjectType.get()]
         self._tensor_type = TensorType.get()
+        self._integer_type = [IntegerType.get()]
         self._index_type = ir.IntegerType.get_signless(64)
         self._integers: dict[int, ir.Attribute] = {}
 
@@ -452,12 +472,18 @@ class Emitter:
         name: str,
         operands: Sequence[ir.Value] = (),
         *,
+        integers: Sequence[ir.Value] | None = None,
         results: int = 0,
         operator: str | None = None,
         **attributes: int,
     ) -> list[ir.Value]:
-        """Append a step to the ``scm.program``, with that many tensors as results."""
+        """Append a step to the ``scm.program``, with that many tensors as results; `integers` for
+        the steps that may have integers as operands, after the others."""
         fields: dict[str, Any] = {key: self.integer(value) for key, value in attributes.items()}
+        if integers is not None:
+            sizes = [len(operands), len(integers)]
+            fields["operandSegmentSizes"] = ir.DenseI32ArrayAttr.get(sizes)
+            operands = [*operands, *integers]
         if operator is not None:
             fields["name"] = ir.StringAttr.get(operator)
         operation = ir.Operation.create(
@@ -468,6 +494,16 @@ class Emitter:
             ip=self.body,
         )
         return list(operation.results)
+
+    def integer_step(self, name: str, operands: Sequence[ir.Value], **attributes: int) -> ir.Value:
+        """Append a step to the ``scm.program`` whose result is an integer."""
+        return ir.Operation.create(
+            f"scm.{name}",
+            results=self._integer_type,
+            operands=operands,
+            attributes={key: self.integer(value) for key, value in attributes.items()},
+            ip=self.body,
+        ).results[0]
 
     def run_program(self, operands: Sequence[ir.Value], n_outputs: int) -> list[ir.Value]:
         """Append ``scm.run_program`` to the plan; returns the outputs."""

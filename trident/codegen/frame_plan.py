@@ -61,8 +61,9 @@ class Container:
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class Step:
     """What happens at its place in the order of the code. `kind`: "get_attr" (`constant` is the
-    name), "get_item" (of a value and a key), "get_global" (`constant` is the name), "call" (of a
-    function and arguments), and for the effect "store_attr" (on an object, of a value; `constant`
+    name), "get_item" (of a value and a key), "get_global" (`constant` is the name), "get_size" and
+    "get_stride" (of a tensor; `constant` is the dimension), "get_storage_offset" (of a tensor),
+    "call" (of a function and arguments), and for the effect "store_attr" (on an object, of a value; `constant`
     is the name), "store_item" (on a container, of a key and a value) and "store_global" (of a
     value; `constant` is the name)."""
 
@@ -126,6 +127,10 @@ class Globals(Protocol):
 
     def is_helper(self, function: Any) -> bool:
         """May a plan call this function of that module?"""
+
+    def property_step(self, function: Any) -> str | None:
+        """The kind of the :class:`Step` that this function of that module is, if it reads a
+        property of a tensor."""
 
     def is_profiling(self, function: Any) -> bool:
         """Does this function of that module nothing unless a profiler is on?"""
@@ -509,7 +514,14 @@ def _call(frame: _Frame, instruction: dis.Instruction) -> None:
         return
     for argument in arguments:
         frame.check_value(instruction, argument)
-    if frame.known.is_helper(function):
+    step = frame.known.property_step(function)
+    if step is not None:
+        tensor, *dimension = arguments
+        numbers = [d.value for d in dimension if isinstance(d, Constant)]
+        if len(numbers) != len(dimension) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise frame.unsupported(instruction, "a dimension that is no constant")
+        frame.add(Step(step, (tensor,), *numbers))
+    elif frame.known.is_helper(function):
         if not frame.called:
             raise frame.unsupported(instruction, "a helper that is called before the graph")
         frame.add(Step("call", (Constant(function), *arguments)))

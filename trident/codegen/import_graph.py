@@ -1,8 +1,8 @@
 """A traced graph to ``scm.program``: every operator in order, with explicit releases.
 
 A call's arguments are one object of the side list, :class:`Call`: what the operator's schema asks
-for, in its order, with :class:`Slot` for tensors that are operands. Each tensor is released after
-its last use, where eager's interpreter would drop it.
+for, in its order, with :class:`Slot` for operands: tensors, and integers that are computed. Each
+tensor is released after its last use, where eager's interpreter would drop it.
 """
 
 from __future__ import annotations
@@ -12,27 +12,31 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch_mlir import ir
 
 from trident import _frame
-from trident.capture.graph import AUTOCAST_CACHES, Line, line_of
+from trident.capture.graph import AUTOCAST_CACHES, Line, Shape, given_by, line_of
 from trident.codegen.dialect import Emitter, safe_text
+from trident.codegen.integers import Integers
 from trident.errors import UnsupportedGraph
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class Slot:
-    """The operand number `index` of a call."""
+    """The operand number `index` of a call: among its tensors, or its integers."""
 
     index: int
+    is_integer: bool = False
 
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class Call:
     """An operator call: per argument of the schema (kind, value) with kinds "constant", "default",
     "tensor" (a Slot), "number" (as a tensor), "tensors" and "optional_tensors" (lists of Slots, or
-    None); per return of the schema the number of tensors of a list, or None for one tensor."""
+    None), "computed" (a Slot of an integer, or a list of these and ints); per return of the schema
+    the number of tensors of a list, or None for one tensor."""
 
     operator: Any
     arguments: list[tuple[str, Any]]
@@ -52,7 +56,7 @@ class Call:
 
 def _shown(value: Any) -> str:
     if isinstance(value, Slot):
-        return f"operand {value.index}"
+        return f"{'integer' if value.is_integer else 'operand'} {value.index}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_shown, value)) + "]"
     if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
@@ -60,21 +64,31 @@ def _shown(value: Any) -> str:
     return safe_text(value)
 
 
-def import_graph(module: torch.fx.GraphModule, emitter: Emitter) -> int:
-    """Append a ``scm.program`` for the traced `module`; returns the number of its outputs.
+@dataclasses.dataclass(slots=True, frozen=True)
+class Signature:
+    """The positions of those inputs of the graph that the program takes, in their order; and for
+    each output of the graph its position among the program's, which are tensors, then integers."""
+
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+
+def import_graph(module: torch.fx.GraphModule, emitter: Emitter) -> Signature:
+    """Append a ``scm.program`` for the traced `module`.
 
     Raises UnsupportedGraph, naming the node, for what has no native form.
     """
     nodes = list(module.graph.nodes)
     emitter.start_program(sum(node.op == "placeholder" for node in nodes))
     importer = _Importer(module, emitter, _last_uses(nodes))
+    importer.add_inputs([node for node in nodes if node.op == "placeholder"])
     for node in sorted(nodes, key=_constants_first):
         importer.add(node)
-    return importer.n_outputs
+    return Signature(tuple(importer.inputs), tuple(importer.outputs))
 
 
-def _constants_first(node: torch.fx.Node) -> int:
-    return {"placeholder": 0, "get_attr": 1}.get(node.op, 2)
+def _constants_first(node: torch.fx.Node) -> bool:
+    return node.op != "get_attr"
 
 
 def _last_uses(nodes: list[torch.fx.Node]) -> dict[torch.fx.Node, list[torch.fx.Node]]:
@@ -104,19 +118,54 @@ class _Importer:
     ) -> None:
         self.module = module
         self.emitter = emitter
-        self.n_outputs = 0
+        self.outputs: list[int] = []
         self._last_uses = last_uses
         # A node's tensors: one, or those of an operator that returns several, by position.
         self._tensors: dict[torch.fx.Node, ir.Value | list[Any]] = {}
-        self._n_inputs = 0
+        self.inputs: list[int] = []
+        self._integers = Integers(emitter)
         self._n_regions = 0
         self._caches = iter(module.meta.get(AUTOCAST_CACHES, ()))
 
+    def add_inputs(self, nodes: list[torch.fx.Node]) -> None:
+        """The inputs, and all integers: nothing has happened when these turn out not to fit."""
+        for position, node in enumerate(nodes):
+            if isinstance(given_by(node), Shape):
+                (value,) = self.emitter.step("input", results=1, index=len(self.inputs))
+                self.inputs.append(position)
+                self._tensors[node] = value
+        for node in nodes:
+            shape = given_by(node)
+            if isinstance(shape, Shape):
+                value = self._tensor(node)
+                for name, numbers in (("size", shape.sizes), ("stride", shape.strides)):
+                    for index, number in enumerate(numbers):
+                        self._integers.bind(number, name, [value], index)
+        used = [
+            sympy.sympify(given_by(number))
+            for node in self.module.graph.nodes
+            if not _is_number(node)
+            for number in node.all_input_nodes
+            if _is_number(number)
+        ]
+        symbols = set().union(*(number.free_symbols for number in used))
+        for position, node in enumerate(nodes):
+            # Of a number that is no size of an input that the graph has, too.
+            number = given_by(node)
+            if number in symbols and self._integers.bind(
+                number, "integer_input", [], len(self.inputs)
+            ):
+                self.inputs.append(position)
+        for number in used:
+            self._integers.value(number)
+
     def add(self, node: torch.fx.Node) -> None:
         if node.op == "placeholder":
-            (value,) = self.emitter.step("input", results=1, index=self._n_inputs)
-            self._n_inputs += 1
-            self._tensors[node] = value
+            return
+        if _is_number(node):
+            overload = isinstance(node.target, torch._ops.OpOverload)
+            if overload and not node.target._schema.name.startswith("aten::sym_"):
+                raise UnsupportedGraph(f"{node.target} returns a number")
         elif node.op == "get_attr":
             self._tensors[node] = self._constant(node)
         elif node.op == "output":
@@ -152,10 +201,21 @@ class _Importer:
             raise UnsupportedGraph("it does not leave an autocast region that it entered")
         if not isinstance(outputs, (tuple, list)):
             raise UnsupportedGraph("its output is no tuple")
-        self.emitter.step("yield", [self._tensor(value) for value in outputs])
-        self.n_outputs = len(outputs)
+        integers = [value for value in outputs if _is_integer(value)]
+        tensors = [value for value in outputs if not _is_integer(value)]
+        self.emitter.step(
+            "yield", list(map(self._tensor, tensors)), integers=list(map(self._integer, integers))
+        )
+        places = {False: iter(range(len(tensors))), True: iter(range(len(tensors), len(outputs)))}
+        self.outputs = [next(places[_is_integer(value)]) for value in outputs]
+
+    def _integer(self, value: Any) -> ir.Value:
+        return self._integers.value(given_by(value) if isinstance(value, torch.fx.Node) else value)
 
     def _tensor(self, value: Any) -> ir.Value:
+        if _is_number(value) and value not in self._tensors:
+            # What eager's bindings make of a number.
+            (self._tensors[value],) = self.emitter.step("number", [self._integer(value)], results=1)
         tensor = self._tensors.get(value) if isinstance(value, torch.fx.Node) else None
         if not isinstance(tensor, ir.Value):
             raise UnsupportedGraph(f"{safe_text(value)} is used where a tensor belongs")
@@ -164,8 +224,12 @@ class _Importer:
     def _call(self, node: torch.fx.Node, target: Any) -> None:
         schema = target._schema
         operands: list[ir.Value] = []
+        integers: list[ir.Value] = []
 
-        def slot(value: Any) -> Slot:
+        def slot(value: Any, *, number: bool = False) -> Slot:
+            if number:
+                integers.append(self._integer(value))
+                return Slot(len(integers) - 1, is_integer=True)
             operands.append(self._tensor(value))
             return Slot(len(operands) - 1)
 
@@ -179,6 +243,7 @@ class _Importer:
         results = self.emitter.step(
             "operator",
             operands,
+            integers=integers,
             results=sum(1 if count is None else count for count in counts),
             operator=str(target),
             object=self.emitter.program.objects.add(call, call.text()),
@@ -196,7 +261,7 @@ class _Importer:
             kind = str(result.type)
             if kind not in ("Tensor", "List[Tensor]"):
                 raise UnsupportedGraph(f"{node.target} returns {kind}")
-            value: Any = node.meta.get("val")
+            value = given_by(node)
             value = value if len(schema.returns) == 1 else value[position]
             counts.append(None if kind == "Tensor" else len(value))
         return counts
@@ -242,8 +307,12 @@ _FUNCTIONS: dict[Any, Callable[[_Importer, torch.fx.Node], None]] = {
 }
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.fx.Node) and isinstance(given_by(value), (sympy.Basic, int))
+
+
 def _argument(
-    target: Any, argument: Any, node: torch.fx.Node, position: int, slot: Callable[[Any], Slot]
+    target: Any, argument: Any, node: torch.fx.Node, position: int, slot: Callable[..., Slot]
 ) -> tuple[str, Any]:
     value: Any
     if argument.name in node.kwargs:
@@ -263,9 +332,18 @@ def _argument(
         return "tensors", [slot(item) for item in value]
     if kind == "List[Optional[Tensor]]":
         return "optional_tensors", [None if item is None else slot(item) for item in value]
-    if _has_node(value):
-        raise UnsupportedGraph(f"{target} computes its argument {argument.name} ({kind})")
-    return "constant", _plain(value)  # without FX's own kind of list
+    if not _has_node(value):
+        return "constant", _plain(value)  # without FX's own kind of list
+    if kind.removeprefix("Optional[").removesuffix("]") in ("int", "number"):
+        return "computed", slot(value, number=True)
+    if "List[int]" in kind and all(map(_is_integer, value)):
+        items = [slot(i, number=True) if isinstance(i, torch.fx.Node) else i for i in value]
+        return "computed", items
+    raise UnsupportedGraph(f"{target} computes its argument {argument.name} ({kind})")
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int or _is_number(value)
 
 
 def _plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ operands)`` and return the operation's value, if it has one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch_mlir import ir
@@ -39,18 +39,28 @@ from trident.codegen.frame_plan import (
     GraphCall,
     Output,
     Plan,
+    Step,
 )
+from trident.codegen.import_graph import Signature
 from trident.codegen.jit import c_api
 from trident.codegen.registry import register
 from trident.errors import UnsupportedPlan
 
 HIT, RAISED, STOCK = 0, 1, 2
 ENTRY = "plan"
+_NO_GRAPH = Signature()
+# Steps that only read a property of a tensor, on which nobody depends but who uses the value.
+_PROPERTIES = ("get_size", "get_stride", "get_storage_offset")
 
 
-def emit_plan(plan: Plan, emitter: Emitter, n_outputs: int = 0) -> None:
-    """Fill the plan of `emitter`'s program with `plan`; its graph has `n_outputs` outputs."""
+def emit_plan(plan: Plan, emitter: Emitter, signature: Signature = _NO_GRAPH) -> None:
+    """Fill the plan of `emitter`'s program with `plan`, whose graph has this `signature`."""
     point, objects = emitter.plan, emitter.program.objects
+
+    def used_by(step: Step | GraphCall) -> tuple[Expression, ...]:
+        if isinstance(step, GraphCall):
+            return tuple(step.values[position] for position in signature.inputs)
+        return step.values
 
     def emit_load(load: Argument) -> ir.Value:
         name = "free_variable" if load.is_free else "argument"
@@ -68,7 +78,7 @@ def emit_plan(plan: Plan, emitter: Emitter, n_outputs: int = 0) -> None:
             elif isinstance(expression, Argument):
                 value = emit_load(expression)
             elif isinstance(expression, Output):
-                value = outputs[expression.index]
+                value = outputs[signature.outputs[expression.index]]
             elif isinstance(expression, Container):
                 items = [emit(item) for item in expression.items]
                 value = emitter.value(point, expression.kind, items)
@@ -77,11 +87,25 @@ def emit_plan(plan: Plan, emitter: Emitter, n_outputs: int = 0) -> None:
             values[id(expression)] = value
         return value
 
+    used: set[int] = set()
+
+    def use(values: Iterable[Expression]) -> None:
+        for value in values:
+            used.add(id(value))
+            if isinstance(value, Container):
+                use(value.items)
+
     for step in plan.steps:
-        operands = [emit(value) for value in step.values]
+        use(used_by(step))
+    use([plan.result])
+    for step in plan.steps:
         if isinstance(step, GraphCall):
-            outputs = emitter.run_program(operands, n_outputs)
+            operands = [emit(value) for value in used_by(step)]
+            outputs = emitter.run_program(operands, len(signature.outputs))
             continue
+        if step.kind in _PROPERTIES and id(step) not in used:
+            continue  # the program has it from the tensor
+        operands = [emit(value) for value in step.values]
         named = {} if step.constant is None else {"object": objects.add(step.constant)}
         if step.kind in PLAN_EFFECTS:
             emitter.effect(point, step.kind, operands, **named)
@@ -234,6 +258,11 @@ class Context:
         status = self._status(name, operands)
         self._leave_unless_zero(status, self.integer("i32", RAISED))
 
+    def null(self) -> ir.Value:
+        """The null pointer."""
+        with ir.InsertionPoint(self.block):
+            return llvm.ZeroOp(self.kind("!llvm.ptr")).result
+
     def array(self, items: Sequence[ir.Value]) -> ir.Value:
         """An array of `items` on the stack."""
         array = self.space(len(items))
@@ -258,7 +287,15 @@ class Context:
         """The outputs of the host program, owned by the function."""
         outputs = self.space(n_outputs)
         program = self.address("host_program", self.native_program)
-        status = self._status("trident_program_run", [program, self.array(inputs), outputs])
+        operands = [program, self.array(inputs), outputs]
+        return self.status_call("trident_program_run", operands, outputs, n_outputs)
+
+    def status_call(
+        self, name: str, operands: list[ir.Value], outputs: ir.Value, n_outputs: int
+    ) -> list[ir.Value]:
+        """Call the function `name`, which returns a status and puts its results into `outputs`;
+        these, owned by the function."""
+        status = self._status(name, operands)
         self._leave_unless_zero(status, status)
         values = []
         for position in range(n_outputs):
@@ -421,6 +458,15 @@ def lower_get_item(context: Context, op: ir.Operation, operands: list[ir.Value])
     return context.call("PyObject_GetItem", "!llvm.func<ptr (ptr, ptr)>", operands)
 
 
+@plan_rule(*_PROPERTIES)
+def lower_property(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
+    no_dimension = "object" not in op.attributes
+    dimension = context.null() if no_dimension else context.object(op.attributes["object"].value)
+    out = context.space(1)
+    function = f"trident_{op.name.removeprefix('scm.')}"
+    return context.status_call(function, [*operands, dimension, out], out, 1)[0]
+
+
 @plan_rule("get_global")
 def lower_get_global(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
     if context.globals is None:
@@ -435,8 +481,7 @@ def lower_get_global(context: Context, op: ir.Operation, operands: list[ir.Value
 def lower_call_function(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
     function, *arguments = operands
     n = context.integer("i64", len(arguments))
-    with ir.InsertionPoint(context.block):
-        no_keywords = llvm.ZeroOp(context.kind("!llvm.ptr")).result
+    no_keywords = context.null()
     signature = "!llvm.func<ptr (ptr, ptr, i64, ptr)>"
     values = [function, context.array(arguments), n, no_keywords]
     return context.call("PyObject_Vectorcall", signature, values)

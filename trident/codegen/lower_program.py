@@ -3,7 +3,8 @@
 The native function is ``void program(ProgramState *)`` of ``runtime/program.h``, which calls its
 parts: one step after the other, they call functions declared there or an operator's own (see
 ``abi.py``). Each tensor has a slot: the inputs first, then constants, then what operators return. A
-result that nothing uses is released at once.
+result that nothing uses is released at once. Integers are rows of a table, which the runtime
+computes first; what uses one loads it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch_mlir import ir
 from torch_mlir.dialects import llvm
 
 from trident import _frame
-from trident.codegen.abi import Constants, DirectCall, Word, address, direct_call
-from trident.codegen.dialect import Program, session
+from trident.codegen.abi import Constants, DirectCall, Integer, Word, address, direct_call
+from trident.codegen.dialect import INTEGER_STEPS, Program, session
 from trident.codegen.import_graph import Call, Slot
 from trident.codegen.registry import register
 from trident.errors import UnsupportedGraph
@@ -34,8 +35,10 @@ class ProgramTable:
 
     n_inputs: int
     n_slots: int
-    outputs: list[int]
+    outputs: list[tuple[str, int]]
     constants: list[tuple[int, Any]]
+    integers: list[tuple[str, int, int]]
+    numbers: list[tuple[int, int]]
     calls: list[tuple[str, str, list[tuple[str, Any]], list[Any]]]
     lines: list[tuple[str, str, int]]
     steps: list[tuple[str, tuple[Any, ...]]]
@@ -113,6 +116,8 @@ class _Writer:
         with ir.InsertionPoint(self._block):
             self._slots = llvm.LoadOp(self._types["!llvm.ptr"], self._state).result
             self._step = self._element(self._state, 1)
+            integers = self._element(self._state, 2)
+            self._integers = llvm.LoadOp(self._types["!llvm.ptr"], integers).result
 
     def _end_part(self) -> None:
         if self._n_parts:
@@ -124,16 +129,24 @@ class _Writer:
         function.attributes["passthrough"] = ir.Attribute.parse('[["uwtable", "2"]]')
         return function.regions[0].blocks.append(self._types["!llvm.ptr"])
 
-    def call(self, name: str, integers: tuple[int, ...], *pointers: ir.Value) -> None:
+    def call(
+        self,
+        name: str,
+        integers: tuple[int, ...],
+        *pointers: ir.Value,
+        result: str | None = None,
+    ) -> ir.Value | None:
         """A call of the runtime's function `name`: the state, `pointers`, then `integers`."""
         if name not in self._symbols:
             self._symbols[name] = _frame.program_function(name)
             arguments = ", ".join(["ptr"] * (1 + len(pointers)) + ["i32"] * len(integers))
-            self._declare(name, f"!llvm.func<void ({arguments})>")
+            returned = "void" if result is None else result.removeprefix("!llvm.")
+            self._declare(name, f"!llvm.func<{returned} ({arguments})>")
         numbers = [self._integer("i32", value) for value in integers]
         values = [self._state, *pointers, *numbers]
         with ir.InsertionPoint(self._block):
-            llvm.CallOp(None, values, [], [], callee=name)
+            made = None if result is None else self._types[result]
+            return llvm.CallOp(made, values, [], [], callee=name).result
 
     def direct(self, call: DirectCall, step: int) -> None:
         """A call of an operator's own function."""
@@ -151,7 +164,7 @@ class _Writer:
                     attributes.append("{}")
                 elif kind == "word":
                     values.append(self._word(value))
-                    kinds.append("ptr" if value[0] != "int" else "i64")
+                    kinds.append("i64" if value[0] in ("int", "integer") else "ptr")
                     attributes.append("{}")
                 else:
                     values.append(self._words(value))
@@ -167,6 +180,8 @@ class _Writer:
             done = llvm.CallOp(None, values, [], [], callee=call.symbol)
             done.attributes["arg_attrs"] = argument_attributes
             self._take(call, result)
+        if any(value[0] == "list" for kind, value in call.arguments if kind == "word"):
+            self.call("trident_program_drop_list", ())
         self.call("trident_program_after", ())
 
     def _result(self, call: DirectCall) -> ir.Value | None:
@@ -197,6 +212,10 @@ class _Writer:
             return self._integer("i64", value)
         if kind == "slot":
             return self._element(self._slots, value)
+        if kind == "integer":
+            return llvm.LoadOp(self._types["i64"], self._element(self._integers, value)).result
+        if kind in ("list", "scalar"):
+            return self.call(f"trident_program_{kind}", (value,), result="!llvm.ptr")
         if kind == "tensor":
             slot = self._element(self._slots, value)
             return llvm.LoadOp(self._types["!llvm.ptr"], slot).result
@@ -216,7 +235,8 @@ class _Writer:
 
     def _space(self, n: int) -> ir.Value:
         pointer = self._types["!llvm.ptr"]
-        return llvm.AllocaOp(pointer, self._integer("i64", n), self._types["i64"]).result
+        words, size = self._types["i64"], self._integer("i64", n)
+        return llvm.AllocaOp(pointer, size, words, alignment=16).result  # as a c10::Scalar needs
 
     def _element(self, array: ir.Value | None, position: int) -> ir.Value:
         pointer, i64 = self._types["!llvm.ptr"], self._types["i64"]
@@ -256,6 +276,12 @@ def make_native(table: ProgramTable, globals_: dict[str, Any], file: str) -> Any
     native = _frame.NativeProgram(table.n_inputs, table.n_slots, globals_, file)
     for slot, value in table.constants:
         native.add_constant(slot, value)
+    for row in table.integers:
+        native.add_integer(*row)
+    for slot, integer in table.numbers:
+        native.add_number(slot, integer)
+    for slots in table.memory.lists:
+        native.add_list(slots)
     for call in table.calls:
         native.add_call(*call)
     native.finish(table.outputs, table.lines, table.cudnn)
@@ -266,9 +292,12 @@ class _Context:
     def __init__(self, program: Program) -> None:
         self.objects = program.objects
         self.slots: dict[ir.Value, int] = {}
+        self.integers: dict[ir.Value, int] = {}
+        self.rows: list[tuple[str, int, int]] = []
+        self.numbers: list[tuple[int, int]] = []
         self.n_inputs = 0
         self.n_slots = 0
-        self.outputs: list[int] = []
+        self.outputs: list[tuple[str, int]] = []
         self.constants: list[tuple[int, Any]] = []
         self._numbers: dict[tuple[type, str], int] = {}
         self.calls: list[tuple[str, str, list[tuple[str, Any]], list[Any]]] = []
@@ -281,6 +310,16 @@ class _Context:
         slot = self.slots[value] = self.n_slots
         self.n_slots += 1
         return slot
+
+    def new_integer(self, op: ir.Operation, a: int, b: int = 0) -> None:
+        """The row of `op`."""
+        self.integers[op.results[0]] = len(self.rows)
+        self.rows.append((op.name.removeprefix("scm."), a, b))
+
+    def place(self, value: ir.Value) -> int | Integer:
+        """The slot of a tensor, or an integer."""
+        row = self.integers.get(value)
+        return self.slots[value] if row is None else Integer(row)
 
     def number(self, value: Any) -> int:
         """The slot of the tensor that eager's bindings make of a number."""
@@ -297,6 +336,8 @@ class _Context:
             self.n_slots,
             self.outputs,
             self.constants,
+            self.rows,
+            self.numbers,
             self.calls,
             self.lines,
             self.steps,
@@ -328,11 +369,12 @@ def lower_constant_tensor(context: _Context, op: ir.Operation) -> None:
 @program_rule("operator")
 def lower_call(context: _Context, op: ir.Operation) -> None:
     call: Call = context.objects[op.attributes["object"].value]
-    operands = [context.slots[operand] for operand in op.operands]
+    places = [context.place(operand) for operand in op.operands]
+    integers = [place for place in places if isinstance(place, Integer)]
 
     def slots(value: Any) -> Any:
         if isinstance(value, Slot):
-            return operands[value.index]
+            return (integers if value.is_integer else places)[value.index]
         return [slots(item) for item in value] if isinstance(value, list) else value
 
     arguments: list[tuple[str, Any]] = []
@@ -361,9 +403,17 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
         context.steps.append(("direct", (direct, step)))
     else:
         name, overload = call.operator._schema.name, call.operator._schema.overload_name
-        context.calls.append((name, overload, arguments, results))
+        plain = [(kind, _boxed(value) if kind == "computed" else value) for kind, value in arguments]
+        context.calls.append((name, overload, plain, results))
         context.steps.append(("trident_program_call", (len(context.calls) - 1, step)))
     context.steps += [("trident_program_release", (slot,)) for slot in unused]
+
+
+def _boxed(value: Any) -> tuple[bool, list[tuple[bool, int]]]:
+    """(is it a list, its items: is it a row, the row or the number)."""
+    items = value if isinstance(value, list) else [value]
+    pairs = [(True, i.row) if isinstance(i, Integer) else (False, i) for i in items]
+    return isinstance(value, list), pairs
 
 
 @program_rule("release")
@@ -392,4 +442,34 @@ def lower_autocast_exit(context: _Context, op: ir.Operation) -> None:
 
 @program_rule("yield")
 def lower_yield(context: _Context, op: ir.Operation) -> None:
-    context.outputs = [context.slots[operand] for operand in op.operands]
+    places = [context.place(operand) for operand in op.operands]
+    context.outputs = [
+        ("integer", place.row) if isinstance(place, Integer) else ("tensor", place)
+        for place in places
+    ]
+
+
+@program_rule("integer")
+def lower_integer(context: _Context, op: ir.Operation) -> None:
+    context.new_integer(op, op.attributes["value"].value)
+
+
+@program_rule("integer_input")
+def lower_integer_input(context: _Context, op: ir.Operation) -> None:
+    context.new_integer(op, op.attributes["index"].value)
+
+
+@program_rule("size", "stride")
+def lower_size(context: _Context, op: ir.Operation) -> None:
+    context.new_integer(op, context.slots[op.operands[0]], op.attributes["index"].value)
+
+
+@program_rule(*INTEGER_STEPS)
+def lower_integer_step(context: _Context, op: ir.Operation) -> None:
+    context.new_integer(op, *(context.integers[operand] for operand in op.operands))
+
+
+@program_rule("number")
+def lower_number(context: _Context, op: ir.Operation) -> None:
+    slot = context.new_slot(op.results[0])
+    context.numbers.append((slot, context.integers[op.operands[0]]))

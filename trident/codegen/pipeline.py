@@ -19,7 +19,7 @@ from trident.capture.tree import Specialization
 from trident.codegen import jit
 from trident.codegen.dialect import Emitter, Program, session
 from trident.codegen.frame_plan import Plan, analyze, framelocals_names
-from trident.codegen.import_graph import import_graph
+from trident.codegen.import_graph import Signature, import_graph
 from trident.codegen.import_guards import import_guards
 from trident.codegen.lower_guards import GuardTable, lower_guards
 from trident.codegen.lower_plan import ENTRY, emit_plan, lower_plan
@@ -141,6 +141,9 @@ class _DynamoGlobals:
     def is_helper(self, function: Any) -> bool:
         return dynamo.is_helper(function)
 
+    def property_step(self, function: Any) -> str | None:
+        return dynamo.property_step(function)
+
     def is_profiling(self, function: Any) -> bool:
         return dynamo.is_profiling_helper(function)
 
@@ -150,7 +153,7 @@ def _emit_plan(
 ) -> None:
     try:
         plan = analyze(code, emitter.program.framelocals(), known)
-        n_outputs = _import_graph(built, emitter, plan)
+        signature = _import_graph(built, emitter, plan)
     except UnsupportedPlan as error:
         built.plan_reason = str(error)
         emitter.run_code(built.plan_reason)
@@ -158,13 +161,13 @@ def _emit_plan(
         built.plan_locals = tuple(sorted(load.index for load in plan.loaded))
         built.may_call = plan.may_call
         built.uses_globals = plan.uses_globals
-        emit_plan(plan, emitter, n_outputs)
+        emit_plan(plan, emitter, signature)
 
 
-def _import_graph(built: Built, emitter: Emitter, plan: Plan) -> int:
-    """Adds the host program of the plan's graph; returns the number of its outputs."""
+def _import_graph(built: Built, emitter: Emitter, plan: Plan) -> Signature:
+    """Adds the host program of the plan's graph."""
     if plan.call is None:
-        return 0
+        return Signature()
     built.has_graph = True
     graph = of_callable(plan.call.function)
     if graph is None:

@@ -121,6 +121,8 @@ const char *find_problem() {
   std::optional<c10::SymInt> symbol(c10::SymInt(7)), no_symbol;
   if (!holds_words(symbol, {7}) || !flag_at(symbol, 8, 1) || !flag_at(no_symbol, 8, 0))
     return "the layout of an optional SymInt";
+  const std::optional<c10::Scalar> scalar(c10::Scalar(int64_t(7)));
+  if ((const void *)&*scalar != (const void *)&scalar) return "the layout of an optional number";
   std::optional<at::Generator> no_generator;
   if (!flag_at(no_generator, 8, 0)) return "the layout of an optional generator";
   const std::string_view text("abc");

@@ -12,10 +12,12 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <alloca.h>
+#include <algorithm>
 #if defined(__x86_64__)
 #include <x86intrin.h>
 #endif
 #include <chrono>
+#include <deque>
 #include <exception>
 #include <optional>
 
@@ -84,14 +86,19 @@ struct AutocastRegion {
   bool enabled, cache;
 };
 
-/* JIT'd code knows where the first two are. */
+using OptionalTensorList = c10::List<std::optional<at::Tensor>>;
+
+/* JIT'd code knows where the first three are. */
 struct ProgramState {
   at::Tensor *slots;
   int64_t step;
+  const int64_t *integers;
   const HostProgram *program;
   WarningBuffer warnings;
   uint64_t deadline;
   std::vector<AutocastRegion> regions{}; /* the state before each open one */
+  std::optional<OptionalTensorList> list{};
+  std::deque<std::optional<c10::Scalar>> scalars{};
 };
 
 namespace {
@@ -128,7 +135,15 @@ void store(ProgramState *state, const ProgramResult &result, c10::IValue &&value
     if (result.slots[i] >= 0) state->slots[result.slots[i]] = std::move(items[i]);
 }
 
-c10::IValue boxed(const ProgramArgument &argument, const at::Tensor *slots) {
+OptionalTensorList optional_tensors(const std::vector<int> &slots, const at::Tensor *values) {
+  OptionalTensorList list;
+  list.reserve(slots.size());
+  for (int slot : slots)
+    list.push_back(slot < 0 ? std::optional<at::Tensor>() : std::optional<at::Tensor>(values[slot]));
+  return list;
+}
+
+c10::IValue boxed(const ProgramArgument &argument, const at::Tensor *slots, const int64_t *integers) {
   switch (argument.kind) {
   case ProgramArgument::Kind::constant:
     return argument.value;
@@ -140,11 +155,14 @@ c10::IValue boxed(const ProgramArgument &argument, const at::Tensor *slots) {
     for (int slot : argument.slots) list.push_back(slots[slot]);
     return c10::IValue(std::move(list));
   }
-  case ProgramArgument::Kind::optional_tensors: {
-    c10::List<std::optional<at::Tensor>> list;
-    list.reserve(argument.slots.size());
-    for (int slot : argument.slots)
-      list.push_back(slot < 0 ? std::optional<at::Tensor>() : std::optional<at::Tensor>(slots[slot]));
+  case ProgramArgument::Kind::optional_tensors:
+    return c10::IValue(optional_tensors(argument.slots, slots));
+  case ProgramArgument::Kind::integer:
+    return c10::IValue(integers[argument.integers[0].second]);
+  case ProgramArgument::Kind::integers: {
+    c10::List<int64_t> list;
+    list.reserve(argument.integers.size());
+    for (auto [is_row, number] : argument.integers) list.push_back(is_row ? integers[number] : number);
     return c10::IValue(std::move(list));
   }
   }
@@ -202,11 +220,12 @@ bool execute(ProgramState *state) {
 }
 
 /* False with an error set, and nothing made. */
-bool wrap_outputs(const HostProgram *program, const at::Tensor *slots, PyObject **outputs) {
+bool wrap_outputs(const HostProgram *program, const at::Tensor *slots, const int64_t *integers,
+                  PyObject **outputs) {
   size_t made = 0;
   try {
-    for (int slot : program->outputs) {
-      PyObject *wrapped = THPVariable_Wrap(slots[slot]);
+    for (auto [is_integer, place] : program->outputs) {
+      PyObject *wrapped = is_integer ? PyLong_FromLongLong(integers[place]) : THPVariable_Wrap(slots[place]);
       if (wrapped == nullptr) break;
       outputs[made++] = wrapped;
     }
@@ -216,6 +235,92 @@ bool wrap_outputs(const HostProgram *program, const at::Tensor *slots, PyObject 
   if (made == program->outputs.size()) return true;
   while (made > 0) Py_DECREF(outputs[--made]);
   return false;
+}
+
+int64_t floor_divide(int64_t a, int64_t b) {
+  const int64_t quotient = a / b;
+  return quotient * b != a && (a < 0) != (b < 0) ? quotient - 1 : quotient;
+}
+
+constexpr int64_t kSmallestInteger = -(int64_t(1) << 62); /* a c10::SymInt holds larger ones as they are */
+
+/* False if a number does not fit into 64 bits, divides by zero, or is no int: then stock is to run. */
+bool compute_integers(const HostProgram *program, PyObject *const *inputs, int64_t *out) {
+  for (size_t i = 0; i < program->integers.size(); i++) {
+    const IntegerRow &row = program->integers[i];
+    const int64_t a = row.a, b = row.b;
+    switch (row.op) {
+    case IntegerOp::integer: out[i] = a; break;
+    case IntegerOp::integer_input: {
+      if (!PyLong_CheckExact(inputs[a])) return false;
+      int overflow = 0;
+      out[i] = PyLong_AsLongLongAndOverflow(inputs[a], &overflow);
+      if (overflow != 0) return false;
+      break;
+    }
+    case IntegerOp::size:
+    case IntegerOp::stride: {
+      const at::Tensor &tensor = THPVariable_Unpack(inputs[a]);
+      if (b >= tensor.dim()) return false;
+      const c10::SymInt size = row.op == IntegerOp::size ? tensor.sym_size(b) : tensor.sym_stride(b);
+      if (size.is_heap_allocated()) return false;
+      out[i] = size.as_int_unchecked();
+      break;
+    }
+    case IntegerOp::add:
+      if (__builtin_add_overflow(out[a], out[b], &out[i])) return false;
+      break;
+    case IntegerOp::multiply:
+      if (__builtin_mul_overflow(out[a], out[b], &out[i])) return false;
+      break;
+    case IntegerOp::floor_divide:
+    case IntegerOp::modulo: {
+      if (out[b] == 0 || out[b] == -1) return false; /* -1: may overflow */
+      const int64_t quotient = floor_divide(out[a], out[b]);
+      out[i] = row.op == IntegerOp::floor_divide ? quotient : out[a] - quotient * out[b];
+      break;
+    }
+    case IntegerOp::minimum: out[i] = std::min(out[a], out[b]); break;
+    case IntegerOp::maximum: out[i] = std::max(out[a], out[b]); break;
+    }
+    if (out[i] < kSmallestInteger) return false;
+  }
+  return true;
+}
+
+/* As torch's argument parser makes one of a Python int. */
+at::Tensor number_tensor(int64_t value) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  at::Tensor tensor = c10::scalar_to_tensor(value);
+  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return tensor;
+}
+
+template <class Property>
+int32_t get_property(PyObject *tensor, PyObject *dimension, PyObject **out, Property property) {
+  if (!plain_tensor(tensor)) return 2;
+  try {
+    const c10::SymInt value =
+        property(THPVariable_Unpack(tensor), dimension == nullptr ? 0 : PyLong_AsLongLong(dimension));
+    if (value.is_heap_allocated()) return 2;
+    *out = PyLong_FromLongLong(value.as_int_unchecked());
+  } catch (...) {
+    return 2; /* no such dimension: stock says so */
+  }
+  return *out == nullptr;
+}
+
+bool get_integers(PyObject *description, ProgramArgument *out) {
+  int is_list, is_row;
+  PyObject *items;
+  long long number;
+  if (!PyArg_ParseTuple(description, "pO!", &is_list, &PyList_Type, &items)) return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(items, i), "pL", &is_row, &number)) return false;
+    out->integers.emplace_back(is_row != 0, number);
+  }
+  out->kind = is_list ? ProgramArgument::Kind::integers : ProgramArgument::Kind::integer;
+  return true;
 }
 
 bool get_slots(PyObject *list, const HostProgram *program, std::vector<int> *slots) {
@@ -248,6 +353,7 @@ bool get_argument(PyObject *description, const c10::Argument &schema, const Host
                                     : schema.default_value().value();
     return true;
   }
+  if (text == "computed") return get_integers(value, out);
   out->kind = text == "tensor"    ? ProgramArgument::Kind::tensor
               : text == "tensors" ? ProgramArgument::Kind::tensors
                                   : ProgramArgument::Kind::optional_tensors;
@@ -321,6 +427,28 @@ bool program_add_constant(HostProgram *program, int slot, PyObject *value) {
   }
 }
 
+bool program_add_integer(HostProgram *program, const char *op, int64_t a, int64_t b) {
+  static const char *const names[] = {
+#define X(name) #name,
+      TRIDENT_INTEGER_OPS(X)
+#undef X
+  };
+  const int64_t n = program->integers.size();
+  for (size_t i = 0; i < std::size(names); i++) {
+    if (std::string(op) != names[i]) continue;
+    const auto kind = static_cast<IntegerOp>(i);
+    const bool of_rows = kind > IntegerOp::stride, of_tensor = kind == IntegerOp::size || kind == IntegerOp::stride;
+    const bool fits = of_rows     ? a >= 0 && a < n && b >= 0 && b < n
+                      : of_tensor ? a >= 0 && a < program->n_inputs && b >= 0
+                                  : kind == IntegerOp::integer || a >= 0;
+    if (!fits) break;
+    program->integers.push_back({kind, a, b});
+    return true;
+  }
+  PyErr_Format(PyExc_ValueError, "no integer %s of %lld and %lld", op, (long long)a, (long long)b);
+  return false;
+}
+
 void program_add_line(HostProgram *program, const char *file, const char *function, int line) {
   program->lines.push_back({file, function, line});
 }
@@ -337,12 +465,18 @@ uintptr_t program_function_address(const char *name) {
   TRIDENT_FUNCTION(trident_build_list)
   TRIDENT_FUNCTION(trident_build_dict)
   TRIDENT_FUNCTION(trident_get_global)
+  TRIDENT_FUNCTION(trident_get_size)
+  TRIDENT_FUNCTION(trident_get_stride)
+  TRIDENT_FUNCTION(trident_get_storage_offset)
   TRIDENT_FUNCTION(trident_program_call)
   TRIDENT_FUNCTION(trident_program_release)
   TRIDENT_FUNCTION(trident_program_grad_mode)
   TRIDENT_FUNCTION(trident_program_autocast_enter)
   TRIDENT_FUNCTION(trident_program_autocast_exit)
   TRIDENT_FUNCTION(trident_program_after)
+  TRIDENT_FUNCTION(trident_program_scalar)
+  TRIDENT_FUNCTION(trident_program_list)
+  TRIDENT_FUNCTION(trident_program_drop_list)
   TRIDENT_FUNCTION(trident_program_alias)
   TRIDENT_FUNCTION(trident_program_take)
 #undef TRIDENT_FUNCTION
@@ -356,6 +490,8 @@ extern "C" {
 int32_t trident_program_run(const HostProgram *program, PyObject *const *inputs, PyObject **outputs) {
   for (int i = 0; i < program->n_inputs; i++)
     if (!plain_tensor(inputs[i])) return 2;
+  auto *integers = static_cast<int64_t *>(alloca(sizeof(int64_t) * (program->integers.size() + 1)));
+  if (!compute_integers(program, inputs, integers)) return 2;
   if (program->cudnn >= 0 && at::globalContext().userEnabledCuDNN() != (program->cudnn != 0)) return 2;
   constexpr int kOnStack = 512;
   std::vector<at::Tensor> many;
@@ -369,12 +505,13 @@ int32_t trident_program_run(const HostProgram *program, PyObject *const *inputs,
   }
   for (int i = 0; i < program->n_inputs; i++) slots[i] = THPVariable_Unpack(inputs[i]);
   for (const auto &constant : program->constants) slots[constant.first] = constant.second;
+  for (auto [slot, row] : program->numbers) slots[slot] = number_tensor(integers[row]);
   int32_t status = 0;
   {
-    ProgramState state{slots, -1, program, {}, ticks() + kTicksBetweenSignals};
+    ProgramState state{slots, -1, integers, program, {}, ticks() + kTicksBetweenSignals};
     if (!execute(&state)) status = 1;
   }
-  if (status == 0 && !wrap_outputs(program, slots, outputs)) status = 1;
+  if (status == 0 && !wrap_outputs(program, slots, integers, outputs)) status = 1;
   if (many.empty())
     for (int i = 0; i < program->n_slots; i++) slots[i].~Tensor();
   return status;
@@ -405,12 +542,24 @@ PyObject *trident_get_global(PyObject *globals, PyObject *name) {
   return Py_XNewRef(value);
 }
 
+int32_t trident_get_size(PyObject *tensor, PyObject *dimension, PyObject **out) {
+  return get_property(tensor, dimension, out, [](const at::Tensor &t, int64_t i) { return t.sym_size(i); });
+}
+
+int32_t trident_get_stride(PyObject *tensor, PyObject *dimension, PyObject **out) {
+  return get_property(tensor, dimension, out, [](const at::Tensor &t, int64_t i) { return t.sym_stride(i); });
+}
+
+int32_t trident_get_storage_offset(PyObject *tensor, PyObject *, PyObject **out) {
+  return get_property(tensor, nullptr, out, [](const at::Tensor &t, int64_t) { return t.sym_storage_offset(); });
+}
+
 void trident_program_call(ProgramState *state, int32_t index, int32_t step) {
   state->step = step;
   const ProgramCall &call = state->program->calls[index];
   torch::jit::Stack stack;
   stack.reserve(call.arguments.size());
-  for (const ProgramArgument &argument : call.arguments) stack.push_back(boxed(argument, state->slots));
+  for (const ProgramArgument &argument : call.arguments) stack.push_back(boxed(argument, state->slots, state->integers));
   call.op.callBoxed(stack);
   TORCH_INTERNAL_ASSERT(stack.size() == call.results.size());
   for (size_t i = 0; i < call.results.size(); i++) store(state, call.results[i], std::move(stack[i]));
@@ -441,6 +590,17 @@ void trident_program_autocast_exit(ProgramState *state) {
 }
 
 void trident_program_after(ProgramState *state) { after_operator(state); }
+
+void *trident_program_scalar(ProgramState *state, int32_t row) {
+  return &state->scalars.emplace_back(c10::Scalar(state->integers[row]));
+}
+
+void *trident_program_list(ProgramState *state, int32_t list) {
+  state->list = optional_tensors(state->program->lists[list], state->slots);
+  return &*state->list;
+}
+
+void trident_program_drop_list(ProgramState *state) { state->list.reset(); }
 
 void trident_program_alias(ProgramState *state, int32_t to, int32_t from) {
   state->slots[to] = state->slots[from];

@@ -22,10 +22,26 @@ struct ProgramState;
 using ProgramFunction = void (*)(ProgramState *state);
 
 struct ProgramArgument {
-  enum class Kind { constant, tensor, tensors, optional_tensors };
+  enum class Kind { constant, tensor, tensors, optional_tensors, integer, integers };
   Kind kind;
   c10::IValue value;      /* constant */
   std::vector<int> slots; /* -1: None */
+  std::vector<std::pair<bool, int64_t>> integers; /* is it a row of the program's, the row or the number */
+};
+
+/* What a program computes of its inputs' sizes before it does anything. `a` and `b` are rows; of an input
+ * and of a constant `a` is the index or value, of a size or stride `a` the slot and `b` the dimension. */
+#define TRIDENT_INTEGER_OPS(X)                                                                            \
+  X(integer) X(integer_input) X(size) X(stride) X(add) X(multiply) X(floor_divide) X(modulo) X(minimum)   \
+  X(maximum)
+enum class IntegerOp {
+#define X(name) name,
+  TRIDENT_INTEGER_OPS(X)
+#undef X
+};
+struct IntegerRow {
+  IntegerOp op;
+  int64_t a, b;
 };
 
 struct ProgramResult {
@@ -47,8 +63,11 @@ struct ProgramLine {
 };
 
 struct HostProgram {
-  int n_inputs = 0, n_slots = 0; /* the inputs come first */
-  std::vector<int> outputs;
+  int n_inputs = 0, n_slots = 0; /* the inputs that are tensors come first, in both */
+  std::vector<IntegerRow> integers;
+  std::vector<std::pair<int, int>> numbers; /* a slot that holds the tensor of a number, and its row */
+  std::vector<std::pair<bool, int>> outputs; /* is it an integer, the row or slot */
+  std::vector<std::vector<int>> lists; /* of optional tensors: slots, -1: None */
   std::vector<ProgramCall> calls;
   std::vector<std::pair<int, at::Tensor>> constants; /* slot and what it holds from the start */
   std::vector<ProgramLine> lines;    /* by step */
@@ -60,13 +79,17 @@ struct HostProgram {
 
 /* Appends a call; returns its index, or -1 with a Python error set. `arguments`: per argument of the
  * schema (kind, value), kind "constant", "default", "tensor" (slot), "tensors" or "optional_tensors"
- * (list of slots). `results`: per return a slot, a list of slots, or None. */
+ * (list of slots), "computed" ((is a list, [(is a row, row or number)])). `results`: per return a slot,
+ * a list of slots, or None. */
 int program_add_call(HostProgram *program, const char *name, const char *overload, PyObject *arguments,
                      PyObject *results);
 
 /* The slot holds this tensor, or the tensor that eager's bindings make of this number, from the start;
  * false with a Python error set. */
 bool program_add_constant(HostProgram *program, int slot, PyObject *value);
+
+/* Appends a row; false with a Python error set. */
+bool program_add_integer(HostProgram *program, const char *op, int64_t a, int64_t b);
 
 void program_add_line(HostProgram *program, const char *file, const char *function, int line);
 void program_set_function(HostProgram *program, uintptr_t address);
@@ -86,13 +109,18 @@ bool program_is_observed();
 
 extern "C" {
 /* For plans: 0 with new references in `outputs`, 1 with a Python error set, 2 if stock is to run the
- * frame (an input is no plain tensor, or cuDNN was switched; nothing has happened yet). Needs the GIL. */
+ * frame (an input is no plain tensor, an integer does not fit, or cuDNN was switched; nothing has happened
+ * yet). Needs the GIL. */
 int32_t trident_program_run(const HostProgram *program, PyObject *const *inputs, PyObject **outputs);
 
 /* For plans: a new list; a new dict of keys and values in turn; what the global is (NameError). */
 PyObject *trident_build_list(PyObject *const *items, int64_t n);
 PyObject *trident_build_dict(PyObject *const *items, int64_t n);
 PyObject *trident_get_global(PyObject *globals, PyObject *name);
+/* For plans, as trident_program_run: the size or stride of a dimension, or the storage offset, of a tensor. */
+int32_t trident_get_size(PyObject *tensor, PyObject *dimension, PyObject **out);
+int32_t trident_get_stride(PyObject *tensor, PyObject *dimension, PyObject **out);
+int32_t trident_get_storage_offset(PyObject *tensor, PyObject *unused, PyObject **out);
 
 /* Steps, for JIT'd code only; they may throw. */
 void trident_program_call(ProgramState *state, int32_t call, int32_t step);
@@ -104,6 +132,11 @@ void trident_program_autocast_enter(ProgramState *state, int32_t device, int32_t
 void trident_program_autocast_exit(ProgramState *state);
 /* After an operator that JIT'd code called itself: warnings, signals. */
 void trident_program_after(ProgramState *state);
+/* A new optional c10::Scalar, which starts with its value, of a row of the integers. */
+void *trident_program_scalar(ProgramState *state, int32_t row);
+/* A new list of optional tensors, until the next one or trident_program_drop_list. */
+void *trident_program_list(ProgramState *state, int32_t list);
+void trident_program_drop_list(ProgramState *state);
 /* slots[to] = slots[from]: an operator returned its argument. */
 void trident_program_alias(ProgramState *state, int32_t to, int32_t from);
 /* Moves a std::vector<at::Tensor> of n items into the slots from `first` on, and ends it. */
