@@ -74,9 +74,19 @@ def test_same_as_eager_without_trident(fresh: None, name: str) -> None:
     assert_same(run(torch.compile(f, backend="trident")), run(f))
 
 
+@torch.library.custom_op("trident_tests::triple", mutates_args=())
+def triple(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+@triple.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 def test_explain(enabled: None) -> None:
     def f(x: Any, i: Any) -> Any:
-        return (x + 1)[i] * 2
+        return triple((x + 1)[i]) * 2
 
     compiled = torch.compile(f, backend="trident")
     arguments = torch.ones(3), torch.tensor([2, 0])
@@ -87,7 +97,7 @@ def test_explain(enabled: None) -> None:
     (spec,) = frame.specializations
     assert spec.plan_native
     assert spec.program_native
-    assert "3 operators, aten::index.Tensor through the dispatcher" in str(explanation)
+    assert "4 operators, trident_tests::triple through the dispatcher" in str(explanation)
     assert 'name = "aten.add.Tensor"' in spec.ir["scm"]
     assert "_ZN2at4_ops10mul_Tensor4callE" in spec.ir["llvm"]
     assert f"{__file__}:" in spec.ir["scm"]

@@ -19,10 +19,13 @@ cdef extern from "runtime/cpython_frame.h":
     PyObject *PyMethod_GET_FUNCTION(PyObject *o)
 
 cdef extern from "runtime/guards.h" namespace "trident":
+    cdef cppclass Fetched:
+        pass
     cdef cppclass GuardProgram:
         GuardProgram(int n_registers, PyObject *framelocals)
         cbool add(const char *op, int dst, int src, int64_t a, int64_t b, PyObject *object, int label)
-        cbool run(PyObject **locals, int *failed)
+        cbool run(PyObject **locals, int *failed, Fetched *fetched)
+        void set_fetched(vector[int] registers)
         size_t size()
     const char *const *guard_op_names()
     void set_guard_modules(PyObject *device_dict, PyObject *forward_ad)
@@ -54,7 +57,8 @@ cdef extern from "runtime/program.h" namespace "trident":
     PyObject *abi_scalar_bytes(PyObject *number, cbool optional)
 
 cdef extern from "runtime/scm.h" namespace "trident":
-    ctypedef int32_t (*PlanFunction)(PyObject **locals, PyObject **result) noexcept
+    ctypedef int32_t (*PlanFunction)(PyObject **locals, PyObject **result, PyObject **fetched,
+                                     PyObject *closure) noexcept
     ctypedef struct Counters:
         uint64_t hits, misses, raised, run_code
     ctypedef struct Specialization:

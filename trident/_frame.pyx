@@ -175,8 +175,9 @@ cdef class NativeSpecialization:
     def __dealloc__(self):
         specialization_unref(self.native)
 
-    def set_guards(self, rows, int n_registers) -> None:
-        """Compiles rows (op, dst, src, a, b, obj, label); raises ValueError or TypeError for a bad row."""
+    def set_guards(self, rows, int n_registers, tuple fetched=()) -> None:
+        """Compiles rows (op, dst, src, a, b, obj, label), which hand the registers `fetched` over to
+        the plan; raises ValueError or TypeError for a bad row."""
         cdef GuardProgram *program = new GuardProgram(n_registers, <PyObject *>self.framelocals)
         try:
             for op, dst, src, a, b, obj, label in rows:
@@ -190,9 +191,13 @@ cdef class NativeSpecialization:
             del program
             raise ValueError("the guards are set already")
         self.native.guards = program
+        for register in fetched:
+            if not 0 <= register < n_registers:
+                raise ValueError(f"register {register} of {n_registers}")
+        program.set_fetched(<vector[int]>fetched)
 
     def set_plan(self, uintptr_t address, handle, tuple plan_locals=()) -> None:
-        """The native plan `int32 (*)(PyObject *const *locals, PyObject **result)`, 0 for RUN_CODE;
+        """The native plan, a PlanFunction of scm.h, 0 for RUN_CODE;
         `handle` stays alive as long as the specialization. A call in which one of the frame locals
         numbered by `plan_locals` is unbound is left to stock."""
         for index in plan_locals:
@@ -233,7 +238,7 @@ cdef class NativeSpecialization:
         for value in values:
             locals.push_back(_unbound_or(value))
         locals.push_back(<PyObject *>NULL)
-        return self.native.guards.run(locals.data(), &self.native.last_failed)
+        return self.native.guards.run(locals.data(), &self.native.last_failed, NULL)
 
     def check_many(self, tuple values not None, int n) -> float:
         """Mean time of n guard runs in nanoseconds, measured natively; raises if they do not pass."""
@@ -246,7 +251,7 @@ cdef class NativeSpecialization:
         locals.push_back(<PyObject *>NULL)
         start = perf_counter_ns()
         for i in range(n):
-            passed = passed and self.native.guards.run(locals.data(), &self.native.last_failed)
+            passed = passed and self.native.guards.run(locals.data(), &self.native.last_failed, NULL)
         elapsed = perf_counter_ns() - start
         if not passed:
             raise ValueError("the guards do not pass for these values")

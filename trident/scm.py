@@ -71,7 +71,7 @@ class Entry:
             return
         native = _frame.NativeSpecialization(built.table.framelocals)
         try:
-            native.set_guards(built.table.rows, built.table.n_registers)
+            native.set_guards(built.table.rows, built.table.n_registers, built.table.fetched)
         except (ValueError, TypeError) as error:
             self.reason = f"its guards have no native form here: {error}"
             if "unknown guard operation" in str(error):

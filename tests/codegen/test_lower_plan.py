@@ -16,7 +16,7 @@ from trident.codegen.frame_plan import framelocals_names
 from trident.codegen.pipeline import Built, build_skipped
 from trident.errors import TridentError, UnsupportedPlan
 
-NATIVE = ctypes.PYFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
+NATIVE = ctypes.PYFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 4)
 
 
 class Native:
@@ -34,7 +34,7 @@ class Native:
             if name in values:
                 array[index] = id(values[name])
         result = ctypes.py_object()
-        status = self.call(ctypes.addressof(array), ctypes.addressof(result))
+        status = self.call(ctypes.addressof(array), ctypes.addressof(result), None, None)
         assert status == lower_plan.HIT
         value = result.value  # takes its own reference
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(value))
@@ -46,7 +46,7 @@ def test_llvm() -> None:
         build_skipped((lambda x, y: (y, (x, None))).__code__).ir("llvm"),
         r"""
     module {
-      llvm.func @plan(%arg0: !llvm.ptr, %arg1: !llvm.ptr) -> i32 {
+      llvm.func @plan(%arg0: !llvm.ptr, %arg1: !llvm.ptr, %arg2: !llvm.ptr, %arg3: !llvm.ptr) -> i32 {
         %0 = llvm.getelementptr %arg0[1] : (!llvm.ptr) -> !llvm.ptr, !llvm.ptr
         %1 = llvm.load %0 : !llvm.ptr -> !llvm.ptr
         %2 = llvm.mlir.zero : !llvm.ptr
@@ -265,7 +265,7 @@ def test_text_written_by_hand_runs() -> None:
     value, result = object(), ctypes.py_object()
     array = (ctypes.c_void_p * 1)(id(value))
     function = NATIVE(code.address("plan"))
-    assert function(ctypes.addressof(array), ctypes.addressof(result)) == 0
+    assert function(ctypes.addressof(array), ctypes.addressof(result), None, None) == 0
     assert result.value == (value, value)
     ctypes.pythonapi.Py_DecRef(result)
 

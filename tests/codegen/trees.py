@@ -46,6 +46,7 @@ def imported(guards: GuardTree) -> Program:
     with session():
         emitter = Emitter(CODE.co_name, NAMES)
         import_guards(guards, emitter)
+        emitter.effect(emitter.guards, "pass", [])
         emitter.run_code("a test of guards")
     emitter.program.verify()
     return emitter.program

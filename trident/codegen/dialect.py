@@ -2,7 +2,7 @@
 
 One ``scm.specialization`` holds two regions of one block each. ``guards`` is straight-line:
 fetches produce ``!scm.object`` values, checks consume them, any of them that fails means that the
-guards fail, and ``scm.pass`` ends it. ``plan`` builds the frame's result out of its arguments and
+guards fail, and ``scm.pass`` ends it: its operands are the arguments of ``plan``, which builds the frame's result out of its arguments and
 ends in ``scm.return``, or is ``scm.run_code`` when Dynamo's own code object has to run. A graph is
 a ``scm.program`` beside it, a host program: its steps in order, on ``!scm.tensor`` values. What it
 computes of sizes are ``!scm.int`` values of 64 bits, all before the first operator.
@@ -131,6 +131,7 @@ PLAN_EFFECTS: dict[str, tuple[str, ...]] = {
     "store_attr": ("object",),
     "store_item": (),
     "store_global": ("object",),
+    "store_cell": ("object",),
 }
 # Steps of a program that compute an integer of two.
 INTEGER_STEPS = ("add", "multiply", "floor_divide", "modulo", "minimum", "maximum")
@@ -177,11 +178,11 @@ def _define_operations() -> None:
             _define(name, {**operands, **dict.fromkeys(attributes, integer), **label, **results})
     _define("check_same", {"value": value, "other": value, **label})
     _define("check_no_alias", {"values": Sequence[value], **label})  # type: ignore[valid-type]
-    _define("pass", {}, terminator=True)
     _define("argument", {"index": integer, **result})
     _define("free_variable", {"index": integer, **result})
     _define("constant", {"object": integer, **result})
     values = {"values": Sequence[value]}  # type: ignore[valid-type]
+    _define("pass", values, terminator=True)
     for name, attributes in PLAN_STEPS.items():
         _define(name, {**values, **dict.fromkeys(attributes, integer), **result})
     for name, attributes in PLAN_EFFECTS.items():
@@ -504,6 +505,10 @@ class Emitter:
             attributes={key: self.integer(value) for key, value in attributes.items()},
             ip=self.body,
         ).results[0]
+
+    def plan_argument(self) -> ir.Value:
+        """A new argument of the plan: what the next operand of ``scm.pass`` is."""
+        return self.plan.block.add_argument(self._object_type[0], ir.Location.unknown())
 
     def run_program(self, operands: Sequence[ir.Value], n_outputs: int) -> list[ir.Value]:
         """Append ``scm.run_program`` to the plan; returns the outputs."""

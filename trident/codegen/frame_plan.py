@@ -64,8 +64,9 @@ class Step:
     name), "get_item" (of a value and a key), "get_global" (`constant` is the name), "get_size" and
     "get_stride" (of a tensor; `constant` is the dimension), "get_storage_offset" (of a tensor),
     "call" (of a function and arguments), and for the effect "store_attr" (on an object, of a value; `constant`
-    is the name), "store_item" (on a container, of a key and a value) and "store_global" (of a
-    value; `constant` is the name)."""
+    is the name), "store_item" (on a container, of a key and a value), "store_global" (of a value;
+    `constant` is the name) and "store_cell" (of a value; `constant` is the number of the free
+    variable)."""
 
     kind: str
     values: tuple[Expression, ...]
@@ -175,6 +176,7 @@ class _Frame:
         self.known = known
         self.steps: list[Step | GraphCall] = []
         self.framelocals = framelocals
+        self.freevars = code.co_freevars
         self.names = framelocals_names(code)
         self.stack: list[Expression] = []
         self.arguments: dict[int, Argument] = {}
@@ -191,9 +193,11 @@ class _Frame:
         free = index >= len(self.names) - len(self.code.co_freevars)
         if not 0 <= index < len(self.names) or through_cell != (free or index in self.cells):
             raise self.unsupported(instruction)  # the cell itself, not what it holds
+        name = self.names[index]
+        if free and self.may_call:
+            raise self.unsupported(instruction, f"{name!r} may have changed meanwhile")
         if index in self.assigned:
             return self.assigned[index]
-        name = self.names[index]
         if not free and index >= self.n_arguments:
             raise self.unsupported(instruction, f"{name!r} may be unbound")
         if index not in self.arguments:
@@ -436,6 +440,18 @@ def _add_attribute(
     frame.add(Step("get_attr", (owner,), name))
     if method and sys.version_info >= (3, 13):
         frame.stack.append(Null())
+
+
+@_rule("STORE_DEREF")
+def _store_deref(frame: _Frame, instruction: dis.Instruction) -> None:
+    index, first = _argument(instruction), len(frame.names) - len(frame.code.co_freevars)
+    if index < first:
+        raise frame.unsupported(instruction, "a cell of the frame's own")
+    name = frame.names[index]
+    if name not in frame.freevars:
+        raise frame.unsupported(instruction, f"{name!r} is no free variable of the user's code")
+    value, number = frame.pop_value(instruction), frame.freevars.index(name)
+    frame.add_effect(instruction, Step("store_cell", (value,), number))
 
 
 @_rule("STORE_ATTR")

@@ -118,20 +118,27 @@ class Context:
         return labels[self.label] if labels else self.source
 
 
-def import_guards(tree: GuardTree, emitter: Emitter) -> None:
-    """Fill the guards of `emitter`'s program with what `tree` checks.
+def import_guards(tree: GuardTree, emitter: Emitter) -> dict[str, ir.Value]:
+    """Fill the guards of `emitter`'s program with what `tree` checks, but for ``scm.pass``.
 
+    Returns what they fetch without running Python, by the text of Dynamo's source: an expression,
+    such as ``L['self']._modules['fc']``, that Dynamo's code would evaluate to the same object.
     Raises UnsupportedGuard, with the guard's source and what to do, if any guard of the tree has
     no native form; the program is then useless.
     """
     if tree.problems:
         raise UnsupportedGuard(f"the guard tree was not recorded exactly: {tree.problems[0]}")
     context = Context(emitter)
+    fetched: dict[str, ir.Value] = {}
+    plain: set[Value] = set()
     # An explicit stack: the depth of a user's data structure must not overflow ours.
     pending: list[tuple[Node, Value]] = [(tree.root, None)]
     while pending:
         node, parent = pending.pop()
         value = parent if node.accessor is None else _import_accessor(context, node, parent)
+        if _is_plain_fetch(node, parent in plain) and value is not None:
+            plain.add(value)
+            fetched.setdefault(node.source, value)
         _import_leaves(context, node, value)
         below = [*node.children]
         for position in sorted(node.kv):
@@ -141,7 +148,22 @@ def import_guards(tree: GuardTree, emitter: Emitter) -> None:
     context.source = ""
     for leaf in tree.root.epilogue:
         _import_leaf(context, None, leaf)
-    emitter.effect(emitter.guards, "pass", [])
+    return fetched
+
+
+_PLAIN_ROOTS = ("framelocals_manager", "globals_dict_manager")
+_PLAIN_ACCESSORS = (
+    *("get_generic_dict_manager", "list_getitem_manager"),
+    *("tuple_getitem_manager", "get_value_manager"),
+)
+
+
+def _is_plain_fetch(node: Node, below_plain: bool) -> bool:
+    """Does no Python run to fetch it?"""
+    method, key = node.accessor or ("", None)
+    if not below_plain:
+        return method in _PLAIN_ROOTS
+    return method in _PLAIN_ACCESSORS or (method == "dict_getitem_manager" and type(key) is str)
 
 
 def _import_accessor(context: Context, node: Node, parent: Value) -> ir.Value:

@@ -40,12 +40,14 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class GuardTable:
-    """A guard program: `rows` over `n_registers` registers; `framelocals` names the locals."""
+    """A guard program: `rows` over `n_registers` registers; `framelocals` names the locals; the
+    plan gets the registers `fetched`."""
 
     rows: list[Row]
     n_registers: int
     labels: list[str]
     framelocals: tuple[str, ...]
+    fetched: tuple[int, ...] = ()
 
     def counts(self) -> dict[str, int]:
         """Number of rows per operation, most frequent first."""
@@ -58,6 +60,8 @@ class GuardTable:
             f"{number:4} {_row_text(row):52}  // {self.labels[row.label]}"
             for number, row in enumerate(self.rows)
         ]
+        if self.fetched:
+            lines.append(f"for the plan: {', '.join(f'r{register}' for register in self.fetched)}")
         return "\n".join(lines) + "\n"
 
 
@@ -152,13 +156,15 @@ def lower_guards(program: Program) -> GuardTable:
     """
     with session():
         context = Context(program.objects)
-        rows = []
+        rows, fetched = [], ()
         for view in program.block("guards"):
             op = view.operation
             rule = ROW_RULES.get(op.name)
             if rule is not None:
                 rows.append(rule(context, op))
-            elif op.name != "scm.pass":
+            elif op.name == "scm.pass":
+                fetched = tuple(context.register(value) for value in op.operands)
+            else:
                 raise UnsupportedGuard(
                     f"{op.name} has no lowering to a row; the specialization stays with stock "
                     "Dynamo (add a rule to trident/codegen/lower_guards.py)"
@@ -168,7 +174,7 @@ def lower_guards(program: Program) -> GuardTable:
     labels += [
         f"label {n}" for n in range(len(labels), max((r.label + 1 for r in rows), default=0))
     ]
-    return GuardTable(rows, context.n_registers, labels, framelocals)
+    return GuardTable(rows, context.n_registers, labels, framelocals, fetched)
 
 
 @row_rule(

@@ -1,7 +1,8 @@
 """Frame plans: :class:`~trident.codegen.frame_plan.Plan` to `scm`, and `scm` to LLVM.
 
-The native function is ``int32 plan(PyObject *const *locals, PyObject **result)``. `locals` are the
-frame's locals by index, borrowed. It returns
+The native function is ``int32 plan(PyObject *const *locals, PyObject **result, PyObject *const
+*fetched, PyObject *closure)``. `locals` are the frame's locals by index, `fetched` what the guards
+hand over (the operands of ``scm.pass``), `closure` is the function's; all borrowed. It returns
 
     HIT (0)     a new reference is in ``*result``
     RAISED (1)  a Python error is set
@@ -53,8 +54,19 @@ _NO_GRAPH = Signature()
 _PROPERTIES = ("get_size", "get_stride", "get_storage_offset")
 
 
-def emit_plan(plan: Plan, emitter: Emitter, signature: Signature = _NO_GRAPH) -> None:
-    """Fill the plan of `emitter`'s program with `plan`, whose graph has this `signature`."""
+def emit_plan(
+    plan: Plan,
+    emitter: Emitter,
+    signature: Signature = _NO_GRAPH,
+    fetched: dict[str, ir.Value] | None = None,
+) -> list[ir.Value]:
+    """Fill the plan of `emitter`'s program with `plan`, whose graph has this `signature`.
+
+    `fetched` is what guards have fetched already, by the text of the expression; returns those of
+    it that the plan uses, in the order of its arguments.
+    """
+    fetched = fetched or {}
+    handed: list[ir.Value] = []
     point, objects = emitter.plan, emitter.program.objects
 
     def used_by(step: Step | GraphCall) -> tuple[Expression, ...]:
@@ -69,6 +81,8 @@ def emit_plan(plan: Plan, emitter: Emitter, signature: Signature = _NO_GRAPH) ->
     # First what may raise, in the frame's order: then nothing has been made yet.
     values: dict[int, ir.Value] = {id(load): emit_load(load) for load in plan.loaded}
     outputs: list[ir.Value] = []
+    paths: dict[int, str] = {}
+    reused: set[int] = set()
 
     def emit(expression: Expression) -> ir.Value:
         value = values.get(id(expression))
@@ -77,6 +91,9 @@ def emit_plan(plan: Plan, emitter: Emitter, signature: Signature = _NO_GRAPH) ->
                 value = emitter.value(point, "constant", [], object=objects.add(expression.value))
             elif isinstance(expression, Argument):
                 value = emit_load(expression)
+            elif isinstance(expression, Step) and id(expression) in reused:
+                handed.append(fetched[paths[id(expression)]])
+                value = emitter.plan_argument()
             elif isinstance(expression, Output):
                 value = outputs[signature.outputs[expression.index]]
             elif isinstance(expression, Container):
@@ -98,7 +115,15 @@ def emit_plan(plan: Plan, emitter: Emitter, signature: Signature = _NO_GRAPH) ->
     for step in plan.steps:
         use(used_by(step))
     use([plan.result])
+    reusable = True  # what guards fetched is still what the expression gives
     for step in plan.steps:
+        path = _path(step, paths)
+        if path is not None:
+            paths[id(step)] = path
+        if reusable and path in fetched:
+            reused.add(id(step))
+            continue
+        reusable = False
         if isinstance(step, GraphCall):
             operands = [emit(value) for value in used_by(step)]
             outputs = emitter.run_program(operands, len(signature.outputs))
@@ -114,6 +139,28 @@ def emit_plan(plan: Plan, emitter: Emitter, signature: Signature = _NO_GRAPH) ->
             name = "call_function" if step.kind == "call" else step.kind
             values[id(step)] = emitter.value(point, name, operands, **named)
     emitter.effect(point, "return", [emit(plan.result)])
+    return handed
+
+
+def _path(step: Expression, paths: dict[int, str]) -> str | None:
+    """The expression that `step` is, as Dynamo spells it, given those of the steps before."""
+    if isinstance(step, Argument):
+        return f"L[{step.name!r}]"
+    if not isinstance(step, Step):
+        return None
+    if step.kind == "get_global":
+        return f"G[{step.constant!r}]"
+    if step.kind not in ("get_attr", "get_item"):
+        return None
+    owner = step.values[0]
+    above = _path(owner, paths) if isinstance(owner, Argument) else paths.get(id(owner))
+    if above is None:
+        return None
+    if step.kind == "get_attr":
+        return f"{above}.{step.constant}"
+    key = step.values[1]
+    plain = isinstance(key, Constant) and type(key.value) in (str, int)
+    return f"{above}[{key.value!r}]" if plain else None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -135,8 +182,11 @@ def lower_plan(
     """
     with session():
         context = Context(program.objects, program.framelocals(), native_program, globals_)
-        values: dict[ir.Value, ir.Value] = {}
-        for view in program.block("plan"):
+        block = program.block("plan")
+        values: dict[ir.Value, ir.Value] = {
+            argument: context.fetched(argument.arg_number) for argument in block.arguments
+        }
+        for view in block:
             op = view.operation
             rule = PLAN_RULES.get(op.name)
             if rule is None:
@@ -187,7 +237,7 @@ class Context:
                 "i32",
                 "i64",
                 "!llvm.ptr",
-                "!llvm.func<i32 (ptr, ptr)>",
+                "!llvm.func<i32 (ptr, ptr, ptr, ptr)>",
                 "!llvm.func<void (ptr)>",
                 "!llvm.func<void (ptr, ptr)>",
                 "!llvm.func<ptr (i64, ...)>",
@@ -201,9 +251,9 @@ class Context:
         self.module = ir.Module.create()
         self.symbols: dict[str, int] = {}
         self.keepalive: list[Any] = []
-        function = self._declare(ENTRY, "!llvm.func<i32 (ptr, ptr)>")
+        function = self._declare(ENTRY, "!llvm.func<i32 (ptr, ptr, ptr, ptr)>")
         pointer, status = self.kind("!llvm.ptr"), self.kind("i32")
-        self.entry = self.block = function.regions[0].blocks.append(pointer, pointer)
+        self.entry = self.block = function.regions[0].blocks.append(*[pointer] * 4)
         # _releases[k] drops k tuples, the last first, and returns its argument.
         self._releases = [function.regions[0].blocks.append(status)]
         with ir.InsertionPoint(self._releases[0]):
@@ -239,6 +289,16 @@ class Context:
         self._branch(self._releases[-1], self.integer("i32", RAISED))
         self.block = after
         return value
+
+    def fetched(self, index: int) -> ir.Value:
+        """What the guards hand over at `index`, borrowed."""
+        with ir.InsertionPoint(self.block):
+            slot = self._element(self.entry.arguments[2], index)
+            return llvm.LoadOp(self.kind("!llvm.ptr"), slot).result
+
+    def closure(self) -> ir.Value:
+        """The closure of the function, borrowed."""
+        return self.entry.arguments[3]
 
     def object(self, index: int) -> ir.Value:
         """The constant object `index` of the side list, borrowed."""
@@ -506,6 +566,12 @@ def lower_set_global(context: Context, op: ir.Operation, operands: list[ir.Value
     globals_ = context.address("globals", id(context.globals))
     name = context.object(op.attributes["object"].value)
     context.effect("PyDict_SetItem", [globals_, name, *operands])
+
+
+@plan_rule("store_cell")
+def lower_set_cell(context: Context, op: ir.Operation, operands: list[ir.Value]) -> None:
+    index = context.object(op.attributes["object"].value)
+    context.effect("trident_store_cell", [context.closure(), index, *operands])
 
 
 @plan_rule("run_program")

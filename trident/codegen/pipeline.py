@@ -93,14 +93,14 @@ def build(specialization: Specialization) -> Built:
     with session():
         emitter = Emitter(code.co_name, framelocals_names(code))
         try:
-            import_guards(specialization.tree, emitter)
+            fetched = import_guards(specialization.tree, emitter)
         except UnsupportedGuard as error:
             built.guards_reason = str(error)
             built.plan_reason = _NO_GUARDS
         else:
             built.globals = dynamo.globals_of(specialization)
             known = None if built.globals is None else _DynamoGlobals(built.globals)
-            _emit_plan(built, emitter, specialization.compiled_code, known)
+            _emit_plan(built, emitter, specialization.compiled_code, known, fetched)
             emitter.program.verify()
             built._program = emitter.program
             _lower_guards(built, emitter.program)
@@ -116,8 +116,7 @@ def build_skipped(code: CodeType) -> Built:
     built = Built()
     with session():
         emitter = Emitter(code.co_name, framelocals_names(code))
-        emitter.effect(emitter.guards, "pass", [])
-        _emit_plan(built, emitter, code, None)
+        _emit_plan(built, emitter, code, None, {})
         emitter.program.verify()
         built._program = emitter.program
         _lower_plan(built, emitter.program, code.co_filename)
@@ -149,8 +148,14 @@ class _DynamoGlobals:
 
 
 def _emit_plan(
-    built: Built, emitter: Emitter, code: CodeType, known: _DynamoGlobals | None
+    built: Built,
+    emitter: Emitter,
+    code: CodeType,
+    known: _DynamoGlobals | None,
+    fetched: dict[str, ir.Value],
 ) -> None:
+    """Adds the plan, and ends the guards with what they hand over to it."""
+    handed: list[ir.Value] = []
     try:
         plan = analyze(code, emitter.program.framelocals(), known)
         signature = _import_graph(built, emitter, plan)
@@ -161,7 +166,8 @@ def _emit_plan(
         built.plan_locals = tuple(sorted(load.index for load in plan.loaded))
         built.may_call = plan.may_call
         built.uses_globals = plan.uses_globals
-        emit_plan(plan, emitter, signature)
+        handed = emit_plan(plan, emitter, signature, fetched)
+    emitter.effect(emitter.guards, "pass", handed)
 
 
 def _import_graph(built: Built, emitter: Emitter, plan: Plan) -> Signature:

@@ -119,14 +119,15 @@ bool plan_fits(const Specialization *s, const PyFunctionObject *function) {
 }
 
 /* Runs a native plan; the result, null with an error set, or kMiss. A profiler sees the region. */
-PyObject *run_plan(Scm *scm, Specialization *s, PyObject *const *locals) {
+PyObject *run_plan(Scm *scm, Specialization *s, PyObject *const *locals, const Fetched &fetched,
+                   const PyFunctionObject *function) {
   PyObject *result = nullptr;
   std::optional<at::RecordFunction> region;
   if (!s->annotation.empty()) { /* frames that Dynamo skips have no region */
     auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
     if (observers.has_value()) region.emplace(std::move(*observers)).before(s->annotation.c_str());
   }
-  const int32_t status = s->plan(locals, &result);
+  const int32_t status = s->plan(locals, &result, fetched.data(), function->func_closure);
   if (status == 0) {
     scm->counters.hits++;
     s->hits++;
@@ -238,6 +239,7 @@ PyObject *hook_dispatch(HookCall &c) {
     bind_free_variables(frame_function(c.frame), c.code, locals, &extras);
   }
   Specialization *s = nullptr;
+  Fetched fetched;
   bool failed = false;
   dynamo::set_callback(Py_None); /* guards and builds are not user code */
   if (c.scm->stale) failed = !build_stale(c.scm);
@@ -246,7 +248,7 @@ PyObject *hook_dispatch(HookCall &c) {
     if (s != nullptr && !plan_can_run(s, locals)) s = nullptr;
     if (s != nullptr) s->references++;
   } else {
-    if (!failed) scm_select(c.scm, c.callback, dynamo::isolate_id(), locals, false, &s);
+    if (!failed) scm_select(c.scm, c.callback, dynamo::isolate_id(), locals, false, &s, &fetched);
     if (s != nullptr && strict_) failed = !strict_check(c.scm, s, locals);
   }
   dynamo::set_callback(c.callback);
@@ -258,7 +260,7 @@ PyObject *hook_dispatch(HookCall &c) {
     if (c.record.frame != dynamo::Action::skip) record_miss(c.scm, c.code);
   } else if (plan_fits(s, frame_function(c.frame))) {
     c.scm->misses_in_a_row = 0;
-    result = run_plan(c.scm, s, locals);
+    result = run_plan(c.scm, s, locals, fetched, frame_function(c.frame));
     if (result != kMiss) plan_done(c);
   } else {
     c.scm->misses_in_a_row = 0;
@@ -421,6 +423,7 @@ PyObject *door_dispatch(Door *door, PyFunctionObject *function, const CallArgume
   PyObject *result = kMiss;
   if (bind_arguments(function, call, locals, &extras)) {
     Specialization *s = nullptr;
+    Fetched fetched;
     if (skips) {
       s = plan_can_run(scm->skipped, locals) ? scm->skipped : nullptr;
       if (s != nullptr) s->references++;
@@ -429,13 +432,13 @@ PyObject *door_dispatch(Door *door, PyFunctionObject *function, const CallArgume
       PyObject *callback = PyCell_GET(PyTuple_GET_ITEM(closure, setup_.callback_cell));
       PyObject *active = dynamo::callback(); /* guards are not user code, see hook_dispatch */
       if (active != Py_None) dynamo::set_callback(Py_None);
-      scm_select(scm, callback, door->isolate_id, locals, true, &s);
+      scm_select(scm, callback, door->isolate_id, locals, true, &s, &fetched);
       if (s != nullptr && strict_ && !strict_check(scm, s, locals)) result = nullptr;
       if (active != Py_None) dynamo::set_callback(active);
       Py_DECREF(active);
     }
     if (s != nullptr && result == kMiss && !s->may_call && plan_fits(s, function)) {
-      result = run_plan(scm, s, locals);
+      result = run_plan(scm, s, locals, fetched, function);
       if (!skips && result != kMiss) dynamo::fullgraph_count_hit(); /* as within a fullgraph caller */
     }
     specialization_unref(s);

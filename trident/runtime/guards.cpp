@@ -421,6 +421,7 @@ void GuardProgram::seal() {
     if (row.op == Op::check_no_alias)
       for (int32_t r : *static_cast<std::vector<int32_t> *>(row.payload)) last_use[r] = i;
   }
+  for (int r : fetched_) last_use[r] = static_cast<int>(rows_.size());
   int next_python = -1; /* the first row from here on that may call Python */
   for (int i = static_cast<int>(rows_.size()) - 1; i >= 0; i--) {
     Row &row = rows_[i];
@@ -432,7 +433,12 @@ void GuardProgram::seal() {
   sealed_ = true;
 }
 
-bool GuardProgram::run(PyObject *const *locals, int *failed) {
+void GuardProgram::set_fetched(std::vector<int> registers) {
+  fetched_ = std::move(registers);
+  sealed_ = false;
+}
+
+bool GuardProgram::run(PyObject *const *locals, int *failed, Fetched *fetched) {
   if (!sealed_) seal();
   using TLS = at::impl::PythonTorchFunctionTLS;
   PyObject **registers;
@@ -452,6 +458,8 @@ bool GuardProgram::run(PyObject *const *locals, int *failed) {
     passed = false;
   }
   if (disables_torch_function_) TLS::set_disabled_state(disabled_state);
+  if (passed && fetched != nullptr)
+    for (int r : fetched_) fetched->add(registers[r]);
   for (PyObject *o : owned) Py_DECREF(o);
   if (!passed && PyErr_Occurred()) PyErr_Clear();
   return passed;

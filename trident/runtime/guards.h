@@ -11,6 +11,8 @@
 
 #include "cpython_frame.h"
 
+#include <c10/util/SmallVector.h>
+
 #include <string>
 #include <vector>
 
@@ -50,6 +52,23 @@ struct Row {
 };
 static_assert(sizeof(Row) == 48, "Row layout");
 
+/* Objects that a run of guards hands over to the plan; owns them. */
+class Fetched {
+public:
+  Fetched() = default;
+  Fetched(const Fetched &) = delete;
+  ~Fetched() { clear(); }
+  void add(PyObject *o) { objects_.push_back(Py_NewRef(o)); }
+  void clear() {
+    for (PyObject *o : objects_) Py_DECREF(o);
+    objects_.clear();
+  }
+  PyObject *const *data() const { return objects_.data(); }
+
+private:
+  c10::SmallVector<PyObject *, 32> objects_;
+};
+
 class GuardProgram {
 public:
   GuardProgram(int n_registers, PyObject *framelocals);
@@ -59,9 +78,12 @@ public:
   /* Returns false with a Python error set for an unknown op or a malformed payload. */
   bool add(const char *op, int dst, int src, int64_t a, int64_t b, PyObject *object, int label);
 
+  /* The registers that a run hands over. */
+  void set_fetched(std::vector<int> registers);
+
   /* True if all rows pass. `locals` has one (borrowed, possibly null) entry per frame local.
-   * On failure `*failed` is the row that failed. */
-  bool run(PyObject *const *locals, int *failed);
+   * On failure `*failed` is the row that failed. `fetched` (or null) gets the registers to hand over. */
+  bool run(PyObject *const *locals, int *failed, Fetched *fetched);
 
   size_t size() const { return rows_.size(); }
   const Row &row(size_t i) const { return rows_[i]; }
@@ -73,6 +95,7 @@ private:
   bool execute(PyObject *const *locals, PyObject **registers, std::vector<PyObject *> *owned,
                int *failed) const;
   std::vector<Row> rows_;
+  std::vector<int> fetched_;
   int n_registers_;
   PyObject *framelocals_; /* tuple of names, owned */
   bool disables_torch_function_ = false;

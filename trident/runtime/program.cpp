@@ -465,6 +465,7 @@ uintptr_t program_function_address(const char *name) {
   TRIDENT_FUNCTION(trident_build_list)
   TRIDENT_FUNCTION(trident_build_dict)
   TRIDENT_FUNCTION(trident_get_global)
+  TRIDENT_FUNCTION(trident_store_cell)
   TRIDENT_FUNCTION(trident_get_size)
   TRIDENT_FUNCTION(trident_get_stride)
   TRIDENT_FUNCTION(trident_get_storage_offset)
@@ -540,6 +541,15 @@ PyObject *trident_get_global(PyObject *globals, PyObject *name) {
       PyErr_Format(PyExc_NameError, "name '%U' is not defined", name);
   }
   return Py_XNewRef(value);
+}
+
+int32_t trident_store_cell(PyObject *closure, PyObject *number, PyObject *value) {
+  const Py_ssize_t i = PyLong_AsSsize_t(number);
+  if (closure == nullptr || !PyTuple_Check(closure) || i < 0 || i >= PyTuple_GET_SIZE(closure)) {
+    PyErr_SetString(PyExc_SystemError, "no such free variable");
+    return -1;
+  }
+  return PyCell_Set(PyTuple_GET_ITEM(closure, i), value);
 }
 
 int32_t trident_get_size(PyObject *tensor, PyObject *dimension, PyObject **out) {

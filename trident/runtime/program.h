@@ -113,10 +113,12 @@ extern "C" {
  * yet). Needs the GIL. */
 int32_t trident_program_run(const HostProgram *program, PyObject *const *inputs, PyObject **outputs);
 
-/* For plans: a new list; a new dict of keys and values in turn; what the global is (NameError). */
+/* For plans: a new list; a new dict of keys and values in turn; what the global is (NameError); into the
+ * cell with this number (-1 with an error). */
 PyObject *trident_build_list(PyObject *const *items, int64_t n);
 PyObject *trident_build_dict(PyObject *const *items, int64_t n);
 PyObject *trident_get_global(PyObject *globals, PyObject *name);
+int32_t trident_store_cell(PyObject *closure, PyObject *number, PyObject *value);
 /* For plans, as trident_program_run: the size or stride of a dimension, or the storage offset, of a tensor. */
 int32_t trident_get_size(PyObject *tensor, PyObject *dimension, PyObject **out);
 int32_t trident_get_stride(PyObject *tensor, PyObject *dimension, PyObject **out);

@@ -77,7 +77,7 @@ void scm_set_list(Scm *scm, SpecializationList *list) {
 }
 
 bool scm_select(Scm *scm, PyObject *callback, int64_t isolate_id, PyObject *const *locals,
-                bool need_plan, Specialization **out) {
+                bool need_plan, Specialization **out, Fetched *fetched) {
   SpecializationList *list = scm->list;
   list->references++;
   bool found = false;
@@ -86,7 +86,8 @@ bool scm_select(Scm *scm, PyObject *callback, int64_t isolate_id, PyObject *cons
     if (!s->alive || (need_plan && s->plan == nullptr)) continue;
     if (s->isolate_id != isolate_id && s->isolate_id != -1) continue;
     if (!callback_matches(s, callback)) continue;
-    if (s->guards == nullptr || !s->guards->run(locals, &s->last_failed)) continue;
+    fetched->clear();
+    if (s->guards == nullptr || !s->guards->run(locals, &s->last_failed, fetched)) continue;
     if (!s->alive) continue; /* a guard's Python invalidated it */
     if (!plan_can_run(s, locals)) continue;
     s->references++;

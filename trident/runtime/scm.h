@@ -15,9 +15,10 @@ namespace trident {
 
 enum class Status : int32_t { hit = 0, miss = 1, raised = 2, run_code = 3 };
 
-/* int32 plan(locals, result): 0 with a new reference in *result, 1 with a Python error set, 2 if stock
- * is to run the frame (nothing has happened yet). */
-using PlanFunction = int32_t (*)(PyObject *const *locals, PyObject **result);
+/* 0 with a new reference in *result, 1 with a Python error set, 2 if stock is to run the frame (nothing
+ * has happened yet). `fetched`: what the guards hand over; `closure`: of the function, or null. */
+using PlanFunction = int32_t (*)(PyObject *const *locals, PyObject **result, PyObject *const *fetched,
+                                 PyObject *closure);
 
 struct Specialization {
   int64_t references = 1;
@@ -81,7 +82,7 @@ void scm_set_list(Scm *scm, SpecializationList *list); /* steals */
 /* Tries each live specialization that fits the callback; on success *out is pinned (a new reference).
  * `strict` re-checks with Dynamo's own guards through the owner. */
 bool scm_select(Scm *scm, PyObject *callback, int64_t isolate_id, PyObject *const *locals,
-                bool need_plan, Specialization **out);
+                bool need_plan, Specialization **out, Fetched *fetched);
 
 /* Python helper: matches(backend, callback) -> bool; called once per pair. */
 void set_backend_matcher(PyObject *matcher);
