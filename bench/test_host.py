@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from decoder import Config, Decoder, make_cache, make_prompt
 from torch import Tensor, nn
@@ -47,38 +48,47 @@ def keep(record: Record, comparison: Comparison, **figures: Any) -> None:
     )
 
 
-def test_host_small_graph(benchmark: Any, record: Record) -> None:
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+devices = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPU])]
+)
+
+
+@devices
+def test_host_small_graph(benchmark: Any, record: Record, device: str) -> None:
     """Three small operators."""
 
     def function(x: Tensor, y: Tensor) -> Tensor:
         return torch.relu(x + y) * 2
 
-    inputs = torch.randn(16), torch.randn(16)
+    inputs = torch.randn(16, device=device), torch.randn(16, device=device)
     comparison = compare(function, inputs)
     benchmark(function, *inputs)
     keep(record, comparison, target=6, eager_target=1.5)
 
 
-def test_host_mlp(benchmark: Any, record: Record) -> None:
+@devices
+def test_host_mlp(benchmark: Any, record: Record, device: str) -> None:
     """Eight layers of Linear(16, 16) and ReLU on one row, without gradients."""
     layers = [layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.ReLU())]
-    model = nn.Sequential(*layers).requires_grad_(False)
+    model = nn.Sequential(*layers).requires_grad_(False).to(device)
 
     def function(x: Tensor) -> Any:
         return model(x)
 
-    inputs = (torch.randn(1, 16),)
+    inputs = (torch.randn(1, 16, device=device),)
     comparison = compare(function, inputs)
     benchmark(function, *inputs)
     keep(record, comparison, eager_target=2.3)
 
 
-def test_host_decoder(benchmark: Any, record: Record) -> None:
+@devices
+def test_host_decoder(benchmark: Any, record: Record, device: str) -> None:
     """One step of a small 28-layer decoder."""
     config = Config(layers=28, dim=32, heads=2, kv_heads=1, hidden=32, vocabulary=64, length=64)
-    model = Decoder(config).eval()
-    tokens, cache = make_prompt(config, "cpu")[:, :1], make_cache(config, "cpu")
-    positions = torch.arange(1)
+    model = Decoder(config).eval().to(device)
+    tokens, cache = make_prompt(config, device)[:, :1], make_cache(config, device)
+    positions = torch.arange(1, device=device)
     with torch.no_grad():
         comparison = compare(model, (tokens, positions, cache), round_s=0.1)
         benchmark(model, tokens, positions, cache)
@@ -87,14 +97,16 @@ def test_host_decoder(benchmark: Any, record: Record) -> None:
     keep(record, comparison, operators=entry.built.n_operators, build_ms=entry.built.build_s * 1e3)
 
 
-def test_host_training(benchmark: Any, record: Record) -> None:
+@devices
+def test_host_training(benchmark: Any, record: Record, device: str) -> None:
     """Forward and backward of a small MLP."""
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
+    model.to(device)
 
     def function(x: Tensor) -> Any:
         return model(x).sum()
 
-    x = torch.randn(1, 16)
+    x = torch.randn(1, 16, device=device)
     stock, ours = (torch.compile(function, backend=b) for b in ("eager", "trident"))
     for f in (stock, ours):
         f(x).backward()

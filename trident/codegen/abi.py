@@ -34,7 +34,6 @@ from trident.codegen.registry import register
 Word = tuple[str, Any]
 
 
-
 @dataclasses.dataclass(slots=True, frozen=True)
 class Integer:
     """What row `row` of the program's integers gives."""

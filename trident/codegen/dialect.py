@@ -2,10 +2,11 @@
 
 One ``scm.specialization`` holds two regions of one block each. ``guards`` is straight-line:
 fetches produce ``!scm.object`` values, checks consume them, any of them that fails means that the
-guards fail, and ``scm.pass`` ends it: its operands are the arguments of ``plan``, which builds the frame's result out of its arguments and
-ends in ``scm.return``, or is ``scm.run_code`` when Dynamo's own code object has to run. A graph is
-a ``scm.program`` beside it, a host program: its steps in order, on ``!scm.tensor`` values. What it
-computes of sizes are ``!scm.int`` values of 64 bits, all before the first operator.
+guards fail, and ``scm.pass`` ends it, whose operands are the arguments of ``plan``. ``plan`` builds
+the frame's result out of these and the frame's arguments and ends in ``scm.return``, or is
+``scm.run_code`` when Dynamo's own code object has to run. A graph is a ``scm.program`` beside it, a
+host program: its steps in order, on ``!scm.tensor`` values. What it computes of sizes are
+``!scm.int`` values of 64 bits, all before the first operator.
 
 Python objects cannot be MLIR attributes, and addresses would make text differ from run to run. So
 an attribute ``object``, ``type`` or ``id`` is an index into a side list (:class:`ObjectTable`) and

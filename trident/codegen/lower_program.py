@@ -403,7 +403,7 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
         context.steps.append(("direct", (direct, step)))
     else:
         name, overload = call.operator._schema.name, call.operator._schema.overload_name
-        plain = [(kind, _boxed(value) if kind == "computed" else value) for kind, value in arguments]
+        plain = [(k, _boxed(value) if k == "computed" else value) for k, value in arguments]
         context.calls.append((name, overload, plain, results))
         context.steps.append(("trident_program_call", (len(context.calls) - 1, step)))
     context.steps += [("trident_program_release", (slot,)) for slot in unused]
