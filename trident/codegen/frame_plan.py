@@ -64,9 +64,9 @@ class Step:
     name), "get_item" (of a value and a key), "get_global" (`constant` is the name), "get_size" and
     "get_stride" (of a tensor; `constant` is the dimension), "get_storage_offset" (of a tensor),
     "call" (of a function and arguments), and for the effect "store_attr" (on an object, of a value;
-    `constant` is the name), "store_item" (on a container, of a key and a value), "store_global" (of a value;
-    `constant` is the name) and "store_cell" (of a value; `constant` is the number of the free
-    variable)."""
+    `constant` is the name), "store_item" (on a container, of a key and a value), "store_global" (of
+    a value; `constant` is the name) and "store_cell" (of a value; `constant` is the number of the
+    free variable)."""
 
     kind: str
     values: tuple[Expression, ...]
