@@ -163,8 +163,8 @@ class _Importer:
         if node.op == "placeholder":
             return
         if _is_number(node):
-            overload = isinstance(node.target, torch._ops.OpOverload)
-            if overload and not node.target._schema.name.startswith("aten::sym_"):
+            overload = node.target if isinstance(node.target, torch._ops.OpOverload) else None
+            if overload is not None and not overload._schema.name.startswith("aten::sym_"):
                 raise UnsupportedGraph(f"{node.target} returns a number")
         elif node.op == "get_attr":
             self._tensors[node] = self._constant(node)

@@ -156,7 +156,8 @@ def lower_guards(program: Program) -> GuardTable:
     """
     with session():
         context = Context(program.objects)
-        rows, fetched = [], ()
+        rows: list[Row] = []
+        fetched: tuple[int, ...] = ()
         for view in program.block("guards"):
             op = view.operation
             rule = ROW_RULES.get(op.name)

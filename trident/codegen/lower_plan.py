@@ -159,8 +159,9 @@ def _path(step: Expression, paths: dict[int, str]) -> str | None:
     if step.kind == "get_attr":
         return f"{above}.{step.constant}"
     key = step.values[1]
-    plain = isinstance(key, Constant) and type(key.value) in (str, int)
-    return f"{above}[{key.value!r}]" if plain else None
+    if not isinstance(key, Constant) or type(key.value) not in (str, int):
+        return None
+    return f"{above}[{key.value!r}]"
 
 
 @dataclasses.dataclass(slots=True, eq=False)

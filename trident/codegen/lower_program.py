@@ -403,8 +403,8 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
         context.steps.append(("direct", (direct, step)))
     else:
         name, overload = call.operator._schema.name, call.operator._schema.overload_name
-        plain = [(k, _boxed(value) if k == "computed" else value) for k, value in arguments]
-        context.calls.append((name, overload, plain, results))
+        boxed = [(how, _boxed(value) if how == "computed" else value) for how, value in arguments]
+        context.calls.append((name, overload, boxed, results))
         context.steps.append(("trident_program_call", (len(context.calls) - 1, step)))
     context.steps += [("trident_program_release", (slot,)) for slot in unused]
 
