@@ -44,7 +44,7 @@ def version_of(package: str) -> str | None:
 def describe() -> dict[str, Any]:
     """One flat record; a number without it says nothing."""
     return {
-        # On a machine that has the files without their history, the environment says which they are.
+        # On a machine that has the files without their history, the environment says it.
         "commit": os.environ.get("BENCH_COMMIT") or git("rev-parse", "HEAD") or None,
         "dirty": "BENCH_COMMIT" not in os.environ
         and bool(git("status", "--porcelain", "--", ".", *OUTPUTS)),
