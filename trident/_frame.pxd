@@ -47,7 +47,7 @@ cdef extern from "runtime/program.h" namespace "trident":
     int program_add_call(HostProgram *program, const char *name, const char *overload,
                          PyObject *arguments, PyObject *results)
     cbool program_add_integer(HostProgram *program, const char *op, int64_t a, int64_t b)
-    cbool program_add_constant(HostProgram *program, int slot, PyObject *value)
+    cbool program_add_constant(HostProgram *program, int slot, PyObject *value, PyObject *dtype)
     void program_add_line(HostProgram *program, const char *file, const char *function, int line)
     void program_set_function(HostProgram *program, uintptr_t address)
     uintptr_t program_function_address(const char *name)

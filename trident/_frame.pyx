@@ -69,10 +69,10 @@ cdef class NativeProgram:
         """The HostProgram, for plans that run it."""
         return <uintptr_t>self.native
 
-    def add_constant(self, int slot, value) -> None:
-        """The slot holds this tensor, or the tensor that eager makes of this number, from the start;
-        raises TypeError for a subclass of Tensor and anything else."""
-        if not program_add_constant(self.native, slot, <PyObject *>value):
+    def add_constant(self, int slot, value, dtype=None) -> None:
+        """The slot holds this tensor, or the tensor that eager makes of this number, from the start,
+        the latter converted to `dtype`; raises TypeError for a subclass of Tensor and anything else."""
+        if not program_add_constant(self.native, slot, <PyObject *>value, <PyObject *>dtype):
             _propagate()
 
     def add_integer(self, str op, int64_t a, int64_t b) -> None:

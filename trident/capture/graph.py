@@ -8,7 +8,7 @@ no symbols are added to Dynamo's ShapeEnv. A guard that the trace would add to i
 What the trace computed is compared with what Dynamo itself found for every node (shape, strides,
 dtype, device, requires_grad); a difference, or anything not understood, means no host program.
 
-A traced node's ``meta["trident"]`` says what it gives: :class:`Shape` for a tensor, a sympy
+A traced node's ``meta["trident"]`` says what it gives: :class:`Meta` for a tensor, a sympy
 expression over the symbols of the inputs' sizes for a number, a list of these for several.
 """
 
@@ -68,11 +68,14 @@ class TracedGraph:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class Shape:
-    """Sizes and strides of a tensor: sympy expressions, or ints."""
+class Meta:
+    """What a tensor is; its sizes and strides are sympy expressions, or ints."""
 
     sizes: tuple[Any, ...]
     strides: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
 
 
 def attach(module: torch.fx.GraphModule) -> None:
@@ -140,7 +143,10 @@ def _trace(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 def _given(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return Shape(tuple(map(_number, value.shape)), tuple(map(_number, value.stride())))
+        if value.layout is not torch.strided:
+            raise UnsupportedGraph(f"it has tensors with the layout {value.layout}")
+        sizes, strides = (tuple(map(_number, n)) for n in (value.shape, value.stride()))
+        return Meta(sizes, strides, value.dtype, value.device, value.requires_grad)
     if isinstance(value, (tuple, list)):
         return [_given(item) for item in value]
     return _number(value)
@@ -312,18 +318,6 @@ class _Interpreter(torch.fx.Interpreter):
     def compare(self) -> None:
         """Raises UnsupportedGraph unless every node gave what Dynamo says that it gives."""
         for node, value in self._found:
-            ours, theirs = _description(value), _description(node.meta["example_value"])
+            ours, theirs = _given(value), _given(node.meta["example_value"])
             if ours != theirs:
                 raise UnsupportedGraph(f"{node.name} is traced as {ours}, not as {theirs}")
-
-
-def _description(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            raise UnsupportedGraph(f"it has tensors with the layout {value.layout}")
-        shape = _given(value)
-        kind = (shape.sizes, shape.strides, value.dtype, value.device)
-        return (*kind, value.requires_grad)
-    if isinstance(value, (tuple, list)):
-        return [_description(item) for item in value]
-    return _number(value)

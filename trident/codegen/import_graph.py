@@ -17,7 +17,7 @@ import torch
 from torch_mlir import ir
 
 from trident import _frame
-from trident.capture.graph import AUTOCAST_CACHES, Line, Shape, given_by, line_of
+from trident.capture.graph import AUTOCAST_CACHES, Line, Meta, given_by, line_of
 from trident.codegen.dialect import Emitter, safe_text
 from trident.codegen.integers import Integers
 from trident.errors import UnsupportedGraph
@@ -34,8 +34,8 @@ class Slot:
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class Call:
     """An operator call: per argument of the schema (kind, value) with kinds "constant", "default",
-    "tensor" (a Slot), "number" (as a tensor), "tensors" and "optional_tensors" (lists of Slots, or
-    None), "computed" (a Slot of an integer, or a list of these and ints); per return of the schema
+    "tensor" (a Slot), "number" (as a tensor: the number, and a dtype if not its own), "tensors" and
+    "optional_tensors" (lists of Slots, or None), "computed" (a Slot of an integer, or a list of these and ints); per return of the schema
     the number of tensors of a list, or None for one tensor."""
 
     operator: Any
@@ -130,13 +130,13 @@ class _Importer:
     def add_inputs(self, nodes: list[torch.fx.Node]) -> None:
         """The inputs, and all integers: nothing has happened when these turn out not to fit."""
         for position, node in enumerate(nodes):
-            if isinstance(given_by(node), Shape):
+            if isinstance(given_by(node), Meta):
                 (value,) = self.emitter.step("input", results=1, index=len(self.inputs))
                 self.inputs.append(position)
                 self._tensors[node] = value
         for node in nodes:
             shape = given_by(node)
-            if isinstance(shape, Shape):
+            if isinstance(shape, Meta):
                 value = self._tensor(node)
                 for name, numbers in (("size", shape.sizes), ("stride", shape.strides)):
                     for index, number in enumerate(numbers):
@@ -326,7 +326,7 @@ def _argument(
     kind = str(argument.type)
     if kind in ("Tensor", "Optional[Tensor]") and value is not None:
         if type(value) in (bool, int, float, complex):
-            return "number", value
+            return "number", (value, _dtype_of_number(target, node, value))
         return "tensor", slot(value)
     if kind == "List[Tensor]":
         return "tensors", [slot(item) for item in value]
@@ -340,6 +340,29 @@ def _argument(
         items = [slot(i, number=True) if isinstance(i, torch.fx.Node) else i for i in value]
         return "computed", items
     raise UnsupportedGraph(f"{target} computes its argument {argument.name} ({kind})")
+
+
+# Their kernels on a CPU first convert a number to the dtype of the other operand, where that is one
+# of _CONVERTED: a tensor of its own for every call. (For smaller dtypes they compute with the
+# number as it was.)
+_CONVERTING = frozenset(
+    f"{name}{in_place}" for name in ("add", "sub", "mul", "div") for in_place in ("", "_")
+)
+_CONVERTED = (torch.float32, torch.float64)
+
+
+def _dtype_of_number(target: Any, node: torch.fx.Node, number: Any) -> torch.dtype | None:
+    """The dtype to which the number can be converted beforehand: nobody can tell the difference,
+    as no gradient is recorded, which would keep the number."""
+    schema, result = target._schema, given_by(node)
+    if schema.name.removeprefix("aten::") not in _CONVERTING or schema.overload_name != "Tensor":
+        return None
+    if type(number) not in (int, float) or not isinstance(result, Meta) or result.requires_grad:
+        return None
+    metas = [given_by(used) for used in node.all_input_nodes]
+    cpu = all(isinstance(meta, Meta) and meta.device.type == "cpu" for meta in metas)
+    plain = cpu and len(metas) == 1 and metas[0].dtype == result.dtype in _CONVERTED
+    return result.dtype if plain else None
 
 
 def _is_integer(value: Any) -> bool:

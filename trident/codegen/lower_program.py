@@ -36,7 +36,7 @@ class ProgramTable:
     n_inputs: int
     n_slots: int
     outputs: list[tuple[str, int]]
-    constants: list[tuple[int, Any]]
+    constants: list[tuple[int, Any, Any]]
     integers: list[tuple[str, int, int]]
     numbers: list[tuple[int, int]]
     calls: list[tuple[str, str, list[tuple[str, Any]], list[Any]]]
@@ -274,8 +274,8 @@ def make_native(table: ProgramTable, globals_: dict[str, Any], file: str) -> Any
     """The ``_frame.NativeProgram`` of `table`. `globals_` and `file` are those of the user's
     function, for the warnings that its operators give."""
     native = _frame.NativeProgram(table.n_inputs, table.n_slots, globals_, file)
-    for slot, value in table.constants:
-        native.add_constant(slot, value)
+    for slot, value, dtype in table.constants:
+        native.add_constant(slot, value, dtype)
     for row in table.integers:
         native.add_integer(*row)
     for slot, integer in table.numbers:
@@ -298,8 +298,8 @@ class _Context:
         self.n_inputs = 0
         self.n_slots = 0
         self.outputs: list[tuple[str, int]] = []
-        self.constants: list[tuple[int, Any]] = []
-        self._numbers: dict[tuple[type, str], int] = {}
+        self.constants: list[tuple[int, Any, Any]] = []
+        self._numbers: dict[tuple[type, str, Any], int] = {}
         self.calls: list[tuple[str, str, list[tuple[str, Any]], list[Any]]] = []
         self.lines: list[tuple[str, str, int]] = []
         self.steps: list[tuple[str, tuple[Any, ...]]] = []
@@ -321,12 +321,12 @@ class _Context:
         row = self.integers.get(value)
         return self.slots[value] if row is None else Integer(row)
 
-    def number(self, value: Any) -> int:
-        """The slot of the tensor that eager's bindings make of a number."""
-        key = type(value), repr(value)
+    def number(self, value: Any, dtype: Any) -> int:
+        """The slot of the tensor that eager's bindings make of a number, converted to `dtype`."""
+        key = type(value), repr(value), dtype
         if key not in self._numbers:
             self._numbers[key] = self.n_slots
-            self.constants.append((self.n_slots, value))
+            self.constants.append((self.n_slots, value, dtype))
             self.n_slots += 1
         return self._numbers[key]
 
@@ -363,7 +363,7 @@ def lower_input(context: _Context, op: ir.Operation) -> None:
 @program_rule("constant_tensor")
 def lower_constant_tensor(context: _Context, op: ir.Operation) -> None:
     slot = context.new_slot(op.results[0])
-    context.constants.append((slot, context.objects[op.attributes["object"].value]))
+    context.constants.append((slot, context.objects[op.attributes["object"].value], None))
 
 
 @program_rule("operator")
@@ -387,7 +387,7 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
                 raise UnsupportedGraph("its operators are passed different values for cuDNN")
             context.cudnn = flag
         if kind == "number":
-            arguments.append(("tensor", context.number(value)))
+            arguments.append(("tensor", context.number(*value)))
         else:
             plain = kind in ("constant", "default")
             arguments.append((kind, value if plain else slots(value)))

@@ -7,6 +7,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -404,7 +405,7 @@ int program_add_call(HostProgram *program, const char *name, const char *overloa
   }
 }
 
-bool program_add_constant(HostProgram *program, int slot, PyObject *value) {
+bool program_add_constant(HostProgram *program, int slot, PyObject *value, PyObject *dtype) {
   if (slot < 0 || slot >= program->n_slots) {
     PyErr_Format(PyExc_ValueError, "no slot %d among %d", slot, program->n_slots);
     return false;
@@ -419,7 +420,13 @@ bool program_add_constant(HostProgram *program, int slot, PyObject *value) {
   }
   try {
     torch::jit::ToIValueAllowNumbersAsTensors numbers(true);
-    program->constants.emplace_back(slot, torch::jit::toIValue(value, c10::TensorType::get()).toTensor());
+    at::Tensor tensor = torch::jit::toIValue(value, c10::TensorType::get()).toTensor();
+    if (THPDtype_Check(dtype)) {
+      at::AutoDispatchBelowADInplaceOrView guard; /* as where numbers become tensors */
+      tensor = tensor.to(((THPDtype *)dtype)->scalar_type);
+      tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+    }
+    program->constants.emplace_back(slot, std::move(tensor));
     return true;
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());

@@ -84,9 +84,9 @@ struct HostProgram {
 int program_add_call(HostProgram *program, const char *name, const char *overload, PyObject *arguments,
                      PyObject *results);
 
-/* The slot holds this tensor, or the tensor that eager's bindings make of this number, from the start;
- * false with a Python error set. */
-bool program_add_constant(HostProgram *program, int slot, PyObject *value);
+/* The slot holds this tensor, or the tensor that eager's bindings make of this number (converted to `dtype`
+ * unless it is None), from the start; false with a Python error set. */
+bool program_add_constant(HostProgram *program, int slot, PyObject *value, PyObject *dtype);
 
 /* Appends a row; false with a Python error set. */
 bool program_add_integer(HostProgram *program, const char *op, int64_t a, int64_t b);
