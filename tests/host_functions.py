@@ -14,8 +14,6 @@ import torch.nn.functional as F
 Function = Callable[..., Any]
 FUNCTIONS: dict[str, Function] = {}
 TRAINED: dict[str, Function] = {}
-# They run, and equal eager, but not as host programs: why is in `explain`.
-NOT_NATIVE: set[str] = set()
 
 
 def function(f: Function) -> Function:
@@ -26,11 +24,6 @@ def function(f: Function) -> Function:
 def trained(f: Function) -> Function:
     """For inputs that require gradients; its first result is a scalar loss."""
     TRAINED[f.__name__] = f
-    return f
-
-
-def not_native(f: Function) -> Function:
-    NOT_NATIVE.add(f.__name__)
     return f
 
 
@@ -93,7 +86,6 @@ def indexing(x: Any, y: Any, w: Any) -> Any:
     return x[index], x[:, index], x[1], x[..., 1:4:2], x[None], x.gather(1, x.argsort(1))
 
 
-@not_native
 @function
 def boolean_mask(x: Any, y: Any, w: Any) -> Any:
     return x[x > 0], y.nonzero()

@@ -51,6 +51,8 @@ cdef extern from "runtime/program.h" namespace "trident":
     void program_add_line(HostProgram *program, const char *file, const char *function, int line)
     void program_set_function(HostProgram *program, uintptr_t address)
     uintptr_t program_function_address(const char *name)
+    int32_t trident_program_run(const HostProgram *program, PyObject **inputs, PyObject **outputs)
+    cbool program_is_observed()
     const char *abi_problem()
     int abi_tensor_list_tag()
     PyObject *abi_enum_number(PyObject *value)

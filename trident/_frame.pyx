@@ -124,6 +124,43 @@ cdef class NativeProgram:
         self.code = code
 
 
+cdef class NativeGraph:
+    """A host program as a function: of the graph's inputs, of which it takes those at the positions
+    `inputs`; the graph's outputs are the program's at the positions `outputs`. Returns
+    NotImplemented, and has done nothing, where stock is to run the graph."""
+
+    cdef NativeProgram _program
+    cdef tuple _inputs, _outputs
+
+    def __init__(self, NativeProgram program not None, tuple inputs not None, tuple outputs not None):
+        if len(outputs) != <Py_ssize_t>program.native.outputs.size():
+            raise ValueError(f"{len(outputs)} outputs of {program.native.outputs.size()}")
+        self._program, self._inputs, self._outputs = program, inputs, outputs
+
+    def __call__(self, *inputs):
+        cdef vector[PyObject *] taken, made
+        cdef int32_t status
+        if not thread_allows_now() or program_is_observed():
+            return NotImplemented
+        for position in self._inputs:
+            taken.push_back(<PyObject *>inputs[position])
+        taken.push_back(NULL)
+        made.resize(len(self._outputs) + 1)
+        status = trident_program_run(self._program.native, taken.data(), made.data())
+        if status == 2:
+            return NotImplemented
+        if status != 0:
+            _propagate()
+        values = [_take(made[i]) for i in range(len(self._outputs))]
+        return tuple([values[position] for position in self._outputs])
+
+
+cdef _take(PyObject *new_reference):
+    value = <object>new_reference
+    Py_DECREF(value)
+    return value
+
+
 def operator_abi():
     """(what of the C++ ABI is not as JIT'd code assumes, or None; the tag of a tensor list)."""
     cdef const char *problem = abi_problem()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import trident  # noqa: F401  (what Dynamo compiles from here on is recorded)
+from trident import is_enabled  # what Dynamo compiles from here on is recorded
 from trident.capture import graph
 
 
@@ -28,5 +28,4 @@ def compile_graph(
         module: Dynamo's graph.
         example_inputs: its inputs; unused, the graph's own fake tensors are traced instead.
     """
-    graph.attach(module)
-    return module.forward
+    return graph.runner(module, is_enabled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from trident.capture import dynamo
 from trident.control import runtime
 from trident.errors import TridentError
 from trident.scm import Entry, SpecializationCacheModule
+
+if TYPE_CHECKING:
+    from trident.codegen.pipeline import Built
 
 _RESUME_PREFIX = "torch_dynamo_resume_in_"
 
@@ -297,20 +300,26 @@ def _explain_entry(entry: Entry, ir: bool) -> SpecializationReport:
         guards=checks,
         plan_native=plan_native,
         plan_reason=plan_reason,
-        program_native=plan_native,
-        program_reason=_program_reason(entry, plan_native),
+        program_native=_has_program(built, plan_native),
+        program_reason=_program_reason(built, plan_native),
         hits=entry.hits,
         ir={} if not ir or built is None else {s: built.ir(s) for s in _stages()},
     )
 
 
-def _program_reason(entry: Entry, plan_native: bool) -> str:
-    built = entry.built
-    if built is not None and plan_native:
+def _has_program(built: Built | None, plan_native: bool) -> bool:
+    return built is not None and (
+        built.program is not None or (plan_native and not built.has_graph)
+    )
+
+
+def _program_reason(built: Built | None, plan_native: bool) -> str:
+    if built is not None and _has_program(built, plan_native):
         if not built.has_graph:
             return "there is no graph"
         boxed = f", {', '.join(built.boxed)} through the dispatcher" if built.boxed else ""
-        return f"{built.n_operators} operators{boxed}"
+        caller = "" if plan_native else ", called by Dynamo's code object"
+        return f"{built.n_operators} operators{boxed}{caller}"
     why = built.program_reason if built is not None and built.program_reason else None
     return f"{why}; Dynamo's code object runs it" if why else "Dynamo's code object runs it"
 

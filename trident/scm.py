@@ -82,7 +82,7 @@ class Entry:
             spec.compiled_code, spec.backend, spec.isolate_id, spec.trace_annotation or ""
         )
         # The handle lives as long as the native twin: the plan's code, and the strict check's spec.
-        handle = (spec, built.plan, built.program, built.globals)
+        handle = (spec, built.code, built.program, built.globals)
         native.set_plan(built.plan_address, handle, built.plan_locals)
         if built.uses_globals and built.globals is not None:
             native.set_scope(built.globals, built.program is not None, built.may_call)
@@ -169,7 +169,7 @@ class SpecializationCacheModule:
             return
         if self.skipped.plan_address:
             native = _frame.NativeSpecialization(capture.dynamo.framelocals(code))
-            native.set_plan(self.skipped.plan_address, self.skipped.plan, self.skipped.plan_locals)
+            native.set_plan(self.skipped.plan_address, self.skipped.code, self.skipped.plan_locals)
             self.native.set_skipped(native)
 
     def _publish(self) -> None:

@@ -52,7 +52,7 @@ def test_run_code() -> None:
     code = (lambda self, x, y: x + y).__code__
     built = build(specialization(tree(local("x", leaf("NONE_MATCH", "x is None"))), code))
     assert built.table is not None
-    assert (built.plan, built.plan_address) == (None, 0)
+    assert (built.code, built.plan_address) == (None, 0)
     assert built.plan_reason is not None
     assert "instruction BINARY_OP +" in built.plan_reason
     assert '"scm.run_code"() {reason = "<lambda> (' in built.ir("scm")
@@ -61,7 +61,7 @@ def test_run_code() -> None:
 
 def test_unsupported_guards() -> None:
     built = build(specialization(tree(local("x", leaf("NEW", "new")))))
-    assert (built.table, built.plan, built.plan_address) == (None, None, 0)
+    assert (built.table, built.code, built.plan_address) == (None, None, 0)
     assert built.guards_reason is not None
     assert "leaf guard NEW has no rule" in built.guards_reason
     assert built.plan_reason == "the guards have no native form"

@@ -341,6 +341,11 @@ def property_step(function: Any) -> str | None:
     return None
 
 
+def makes_tensor(function: Any) -> bool:
+    """Is it what Dynamo's code calls to turn a float into a tensor for the graph (2.11 to 2.15)?"""
+    return function is getattr(torch, "_as_tensor_fullprec", None)
+
+
 def is_profiling_helper(function: Any) -> bool:
     """Does this function of :func:`utils` only mark the time for a profiler (2.11 to 2.15)?"""
     names = ("record_pregraph_bytecode_enter", "record_pregraph_bytecode_exit")

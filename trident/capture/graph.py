@@ -20,8 +20,8 @@ import operator
 import re
 import threading
 import warnings
-from collections.abc import Iterator
-from types import FunctionType, MethodType
+from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -33,8 +33,12 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from trident.capture.patching import Patches
 from trident.errors import UnsupportedGraph
 
-# Functions without a value that the tracer records.
-_WITHOUT_VALUE = (operator.setitem, torch._assert_async, torch._C._set_grad_enabled)
+# Functions without a value that the tracer records; the last one does nothing after its first call
+# with some text, which tracing makes.
+_WITHOUT_VALUE = (
+    *(operator.setitem, torch._assert_async, torch._C._set_grad_enabled),
+    torch._C._log_api_usage_once,
+)
 
 _KEY = "trident"
 # Where a traced module has, for each autocast region that it enters, what the user said of its
@@ -61,10 +65,14 @@ class Line:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class TracedGraph:
-    """The operators of a Dynamo graph: `module` is the traced one, or None for `reason`."""
+    """The operators of a Dynamo graph: `module` is the traced one, or None for `reason`.
+
+    `native`, once it is built, does what the graph does, or returns NotImplemented where stock is
+    to run it."""
 
     module: torch.fx.GraphModule | None
     reason: str | None = None
+    native: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -78,27 +86,41 @@ class Meta:
     requires_grad: bool
 
 
-def attach(module: torch.fx.GraphModule) -> None:
-    """Traces Dynamo's graph and keeps the result with it."""
+def runner(
+    module: torch.fx.GraphModule, enabled: Callable[[], bool]
+) -> Callable[..., tuple[Any, ...]]:
+    """What Dynamo's code is to call for its graph: the graph as it is, or its native program once
+    there is one and while `enabled`."""
+    traced, forward = _traced(module), module.forward
+
+    def run(*inputs: Any) -> Any:
+        native = traced.native
+        if native is not None and enabled():
+            outputs = native(*inputs)
+            if outputs is not NotImplemented:
+                return outputs
+        return forward(*inputs)
+
+    vars(run)[_KEY] = traced
+    return run
+
+
+def _traced(module: torch.fx.GraphModule) -> TracedGraph:
     try:
-        traced = TracedGraph(_trace(module))
+        return TracedGraph(_trace(module))
     except UnsupportedGraph as error:
         # FX adds where it was to the text.
-        traced = TracedGraph(None, str(error).partition("\n")[0])
+        return TracedGraph(None, str(error).partition("\n")[0])
     except Exception as error:
         text = str(error).strip().splitlines() or [""]
-        traced = TracedGraph(None, f"tracing it raised {type(error).__name__}: {text[0]}")
-    module.meta[_KEY] = traced
+        return TracedGraph(None, f"tracing it raised {type(error).__name__}: {text[0]}")
 
 
 def of_callable(function: Any) -> TracedGraph | None:
     """The traced graph that one of Dynamo's ``__compiled_fn_…`` globals runs, if it has one."""
     if isinstance(function, FunctionType):
         function = getattr(function, "_torchdynamo_orig_callable", function)
-    owner = function.__self__ if isinstance(function, MethodType) else None
-    if not isinstance(owner, torch.fx.GraphModule):
-        return None
-    found = owner.meta.get(_KEY)
+    found = vars(function).get(_KEY) if isinstance(function, FunctionType) else None
     return found if isinstance(found, TracedGraph) else None
 
 
@@ -245,10 +267,17 @@ def _fakes(value: Any) -> Iterator[FakeTensor]:
             yield from _fakes(item)
 
 
-def _example(node: torch.fx.Node) -> torch.Tensor | torch.SymInt:
+_Example = torch.Tensor | torch.SymInt | torch.SymFloat
+
+
+def _example(node: torch.fx.Node) -> _Example:
     value = node.meta.get("example_value")
     if isinstance(value, torch.SymInt):
         return value
+    # Dynamo passes a float as a tensor, of which the graph takes the item.
+    items = [user.meta.get("example_value") for user in node.users if user.target == "item"]
+    if items and len(items) == len(node.users) and isinstance(items[0], torch.SymFloat):
+        return items[0]
     if not isinstance(value, FakeTensor) or type(value) not in (FakeTensor, torch.nn.Parameter):
         raise UnsupportedGraph(f"its input {node.name} is no plain tensor")
     if value.layout is not torch.strided or value.is_quantized or value.is_nested:
@@ -258,8 +287,8 @@ def _example(node: torch.fx.Node) -> torch.Tensor | torch.SymInt:
     return value
 
 
-def _copy(example: torch.Tensor | torch.SymInt) -> torch.Tensor | torch.SymInt:
-    if isinstance(example, torch.SymInt):
+def _copy(example: _Example) -> _Example:
+    if not isinstance(example, torch.Tensor):
         return example
     copy = torch.empty_strided(
         example.shape, example.stride(), dtype=example.dtype, device=example.device
@@ -302,6 +331,10 @@ class _Interpreter(torch.fx.Interpreter):
             return None
         if isinstance(n.target, torch._ops.HigherOrderOperator):
             raise UnsupportedGraph(f"{n.target} has no native form")
+        if n.op == "call_method" and n.target == "item":
+            (source,) = self.fetch_args_kwargs_from_env(n)[0]
+            if isinstance(source, torch.SymFloat):
+                return source
         known = "example_value" in n.meta or isinstance(n.target, torch._ops.OpOverload)
         if n.op.startswith("call") and not known and n.target not in _WITHOUT_VALUE:
             # It sets some state, which the tracer would do once and not record.

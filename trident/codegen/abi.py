@@ -36,9 +36,10 @@ Word = tuple[str, Any]
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class Integer:
-    """What row `row` of the program's integers gives."""
+    """What row `row` of the program's integers gives; or the float whose bits these are."""
 
     row: int
+    is_float: bool = False
 
 
 _INTEGER_REGISTERS, _FLOAT_REGISTERS = 6, 8
@@ -46,9 +47,10 @@ _INTEGER_REGISTERS, _FLOAT_REGISTERS = 6, 8
 
 @dataclasses.dataclass(slots=True)
 class DirectCall:
-    """A call of `symbol`. `arguments`: ("word", Word), ("float", value) or ("by_value", words): an
-    aggregate in memory. `result`: "none", "slot" (its slot), "alias" (slots to and from), "tuple"
-    (the slots by position) or "list" (first slot and number)."""
+    """A call of `symbol`. `arguments`: ("word", Word), ("float", value), ("real", row): a float
+    that is an input, or ("by_value", words): an aggregate in memory. `result`: "none", "slot" (its
+    slot), "alias" (slots to and from), "tuple" (the slots by position) or "list" (first slot and
+    number)."""
 
     symbol: str
     arguments: list[tuple[str, Any]]
@@ -187,6 +189,11 @@ class _Packer:
         self.arguments.append(("float", value))
         return True
 
+    def real_input(self, row: int) -> bool:
+        self._floats += 1
+        self.arguments.append(("real", row))
+        return True
+
     def words(self, words: list[Word]) -> bool:
         """An aggregate: in as many registers, or in memory as a whole."""
         if len(words) > 2 or self._integers + len(words) > _INTEGER_REGISTERS:
@@ -223,7 +230,7 @@ def _rule(*kinds: str) -> Callable[[_Rule], _Rule]:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, Integer) or _is_constant(value)
+    return (isinstance(value, Integer) and not value.is_float) or _is_constant(value)
 
 
 def _is_constant(value: Any) -> bool:
@@ -283,6 +290,8 @@ def _bool(packer: _Packer, how: str, value: Any) -> bool:
 
 @_rule("double")
 def _double(packer: _Packer, how: str, value: Any) -> bool:
+    if isinstance(value, Integer) and value.is_float:
+        return packer.real_input(value.row)
     return type(value) in (int, float) and how == "constant" and packer.real(float(value))
 
 

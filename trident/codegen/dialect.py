@@ -122,6 +122,7 @@ PLAN_STEPS: dict[str, tuple[str, ...]] = {
     "get_size": ("object",),
     "get_stride": ("object",),
     "get_storage_offset": (),
+    "as_number": ("object",),
     "tuple": (),
     "list": (),
     "dict": (),
@@ -156,7 +157,7 @@ class TensorType(Scm.Type, name="tensor"):  # type: ignore[call-arg,name-defined
 
 
 class IntegerType(Scm.Type, name="int"):  # type: ignore[call-arg,name-defined]
-    """``!scm.int``: a number that a host program computes of sizes."""
+    """``!scm.int``: a number that a host program computes of sizes; or the bits of a float."""
 
 
 def _define(name: str, fields: dict[str, Any], *, terminator: bool = False) -> None:
@@ -199,6 +200,7 @@ def _define_operations() -> None:
     _define("input", {"index": integer, "result": ext.Result[TensorType]})
     _define("constant_tensor", {"object": integer, "result": ext.Result[TensorType]})
     _define("integer_input", {"index": integer, **computed})
+    _define("float_input", {"index": integer, **computed})
     _define("size", {"tensor": tensor, "index": integer, **computed})
     _define("stride", {"tensor": tensor, "index": integer, **computed})
     _define("integer", {"value": integer, **computed})

@@ -63,6 +63,8 @@ class Step:
     """What happens at its place in the order of the code. `kind`: "get_attr" (`constant` is the
     name), "get_item" (of a value and a key), "get_global" (`constant` is the name), "get_size" and
     "get_stride" (of a tensor; `constant` is the dimension), "get_storage_offset" (of a tensor),
+    "as_number" (of a function, which is to be `constant`, and a float that it would turn into a
+    tensor for the graph),
     "call" (of a function and arguments), and for the effect "store_attr" (on an object, of a value;
     `constant` is the name), "store_item" (on a container, of a key and a value), "store_global" (of
     a value; `constant` is the name) and "store_cell" (of a value; `constant` is the number of the
@@ -132,6 +134,12 @@ class Globals(Protocol):
     def property_step(self, function: Any) -> str | None:
         """The kind of the :class:`Step` that this function of that module is, if it reads a
         property of a tensor."""
+
+    def value(self, name: str) -> Any:
+        """What the global `name` is now, or None."""
+
+    def makes_tensor(self, function: Any) -> bool:
+        """Is it torch's function that turns a float into a tensor for a graph?"""
 
     def is_profiling(self, function: Any) -> bool:
         """Does this function of that module nothing unless a profiler is on?"""
@@ -520,7 +528,11 @@ def _call(frame: _Frame, instruction: dis.Instruction) -> None:
         for value in (functions[0], *arguments):
             frame.check_value(instruction, value)
         if not frame.called:
-            raise frame.unsupported(instruction, "a call before the graph")
+            function = _what_is(functions[0], frame.known)
+            if len(arguments) != 1 or function is None or not frame.known.makes_tensor(function):
+                raise frame.unsupported(instruction, "a call before the graph")
+            frame.add(Step("as_number", (functions[0], *arguments), function))
+            return
         frame.may_call = True
         frame.add(Step("call", (functions[0], *arguments)))
         return
@@ -546,6 +558,16 @@ def _call(frame: _Frame, instruction: dis.Instruction) -> None:
     else:
         frame.called = True
         frame.add(GraphCall(function, tuple(arguments)))
+
+
+def _what_is(expression: Expression, known: Globals) -> Any:
+    """The attribute of a global that `expression` fetches, as it is now; or None."""
+    if not isinstance(expression, Step):
+        return None
+    if expression.kind == "get_global":
+        return known.value(expression.constant)
+    owner = _what_is(expression.values[0], known) if expression.kind == "get_attr" else None
+    return getattr(owner, expression.constant, None) if isinstance(owner, ModuleType) else None
 
 
 @_rule("SWAP")

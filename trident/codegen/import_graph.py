@@ -19,7 +19,7 @@ from torch_mlir import ir
 from trident import _frame
 from trident.capture.graph import AUTOCAST_CACHES, Line, Meta, given_by, line_of
 from trident.codegen.dialect import Emitter, safe_text
-from trident.codegen.integers import Integers
+from trident.codegen.integers import Integers, is_float
 from trident.errors import UnsupportedGraph
 
 
@@ -35,8 +35,9 @@ class Slot:
 class Call:
     """An operator call: per argument of the schema (kind, value) with kinds "constant", "default",
     "tensor" (a Slot), "number" (as a tensor: the number, and a dtype if not its own), "tensors" and
-    "optional_tensors" (lists of Slots, or None), "computed" (a Slot of an integer, or a list of these and ints); per return of the schema
-    the number of tensors of a list, or None for one tensor."""
+    "optional_tensors" (lists of Slots, or None), "computed" (a Slot of an integer, or a list of
+    these and ints); per return of the schema the number of tensors of a list, or None for one
+    tensor."""
 
     operator: Any
     arguments: list[tuple[str, Any]]
@@ -152,9 +153,8 @@ class _Importer:
         for position, node in enumerate(nodes):
             # Of a number that is no size of an input that the graph has, too.
             number = given_by(node)
-            if number in symbols and self._integers.bind(
-                number, "integer_input", [], len(self.inputs)
-            ):
+            kind = "float_input" if is_float(number) else "integer_input"
+            if number in symbols and self._integers.bind(number, kind, [], len(self.inputs)):
                 self.inputs.append(position)
         for number in used:
             self._integers.value(number)
@@ -203,6 +203,8 @@ class _Importer:
             raise UnsupportedGraph("its output is no tuple")
         integers = [value for value in outputs if _is_integer(value)]
         tensors = [value for value in outputs if not _is_integer(value)]
+        if any(is_float(given_by(value)) for value in integers if isinstance(value, torch.fx.Node)):
+            raise UnsupportedGraph("a float is an output")
         self.emitter.step(
             "yield", list(map(self._tensor, tensors)), integers=list(map(self._integer, integers))
         )
@@ -334,7 +336,10 @@ def _argument(
         return "optional_tensors", [None if item is None else slot(item) for item in value]
     if not _has_node(value):
         return "constant", _plain(value)  # without FX's own kind of list
-    if kind.removeprefix("Optional[").removesuffix("]") in ("int", "number"):
+    kinds = ("int", "number")
+    if isinstance(value, torch.fx.Node) and is_float(given_by(value)):
+        kinds = ("float", "number")
+    if kind.removeprefix("Optional[").removesuffix("]") in kinds:
         return "computed", slot(value, number=True)
     if "List[int]" in kind and all(map(_is_integer, value)):
         items = [slot(i, number=True) if isinstance(i, torch.fx.Node) else i for i in value]

@@ -1,4 +1,6 @@
-"""The integers that a graph computes of its inputs' sizes, as steps of a ``scm.program``.
+"""The numbers that a graph computes of its inputs' sizes, as steps of a ``scm.program``.
+
+A float that is an input is passed on only: sympy does not keep the order in which floats are added.
 
 They are emitted before the first operator, from sympy expressions as torch's ShapeEnv has them: an
 expression is computed once, and one that leaves 64 bits (or divides by zero) sends the call to
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import sympy
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 from torch_mlir import ir
 
 from trident.codegen.dialect import Emitter, safe_text
@@ -19,6 +22,12 @@ from trident.codegen.registry import register
 from trident.errors import UnsupportedGraph
 
 _RANGE = range(-(2**63), 2**63)
+
+
+def is_float(expression: Any) -> bool:
+    """Is this the sympy symbol of a float?"""
+    kinds = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
+    return isinstance(expression, sympy.Symbol) and symbol_is_type(expression, kinds)
 
 
 class Integers:
@@ -42,6 +51,9 @@ class Integers:
         expression = sympy.sympify(expression)
         value = self._values.get(expression)
         if value is None:
+            floats = any(map(is_float, expression.free_symbols))
+            if floats and not is_float(expression):
+                raise UnsupportedGraph(f"{safe_text(str(expression))} computes with a float")
             # Names, not classes: torch has several of its own, which moved between releases.
             rule = _RULES.get(type(expression).__name__) or (
                 _constant if isinstance(expression, sympy.Integer) else None

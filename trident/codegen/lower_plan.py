@@ -380,6 +380,15 @@ class Context:
             llvm.CondBrOp(is_zero, [], [status], after, self._releases[-1])
         self.block = after
 
+    def leave_unless_same(self, value: ir.Value, expected: ir.Value) -> None:
+        """Go on if the two are the same object; else stock is to run the frame."""
+        stock, after = self.integer("i32", STOCK), self.block.create_after()
+        with ir.InsertionPoint(self.block):
+            equal = ir.IntegerAttr.get(self.kind("i64"), 0)
+            is_same = llvm.ICmpOp(equal, value, expected).result
+            llvm.CondBrOp(is_same, [], [stock], after, self._releases[-1])
+        self.block = after
+
     def own(self, made: ir.Value) -> ir.Value:
         """`made`, a new reference that is dropped at the end; where it is NULL, an error is set."""
         failed = self._leave_if_null(made)
@@ -526,6 +535,14 @@ def lower_property(context: Context, op: ir.Operation, operands: list[ir.Value])
     out = context.space(1)
     function = f"trident_{op.name.removeprefix('scm.')}"
     return context.status_call(function, [*operands, dimension, out], out, 1)[0]
+
+
+@plan_rule("as_number")
+def lower_as_number(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
+    function, value = operands
+    expected = context.object(op.attributes["object"].value)
+    context.leave_unless_same(function, expected)
+    return value
 
 
 @plan_rule("get_global")

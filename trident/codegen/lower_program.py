@@ -162,6 +162,11 @@ class _Writer:
                     values.append(self._float(value))
                     kinds.append("f64")
                     attributes.append("{}")
+                elif kind == "real":
+                    place = self._element(self._integers, value)
+                    values.append(llvm.LoadOp(self._types["f64"], place).result)
+                    kinds.append("f64")
+                    attributes.append("{}")
                 elif kind == "word":
                     values.append(self._word(value))
                     kinds.append("i64" if value[0] in ("int", "integer") else "ptr")
@@ -319,7 +324,9 @@ class _Context:
     def place(self, value: ir.Value) -> int | Integer:
         """The slot of a tensor, or an integer."""
         row = self.integers.get(value)
-        return self.slots[value] if row is None else Integer(row)
+        if row is None:
+            return self.slots[value]
+        return Integer(row, is_float=self.rows[row][0] == "float_input")
 
     def number(self, value: Any, dtype: Any) -> int:
         """The slot of the tensor that eager's bindings make of a number, converted to `dtype`."""
@@ -454,7 +461,7 @@ def lower_integer(context: _Context, op: ir.Operation) -> None:
     context.new_integer(op, op.attributes["value"].value)
 
 
-@program_rule("integer_input")
+@program_rule("integer_input", "float_input")
 def lower_integer_input(context: _Context, op: ir.Operation) -> None:
     context.new_integer(op, op.attributes["index"].value)
 

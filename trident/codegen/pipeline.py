@@ -13,16 +13,17 @@ from typing import Any
 
 from torch_mlir import ir
 
+from trident import _frame
 from trident.capture import dynamo
-from trident.capture.graph import of_callable
+from trident.capture.graph import TracedGraph, of_callable
 from trident.capture.tree import Specialization
 from trident.codegen import jit
 from trident.codegen.dialect import Emitter, Program, session
-from trident.codegen.frame_plan import Plan, analyze, framelocals_names
+from trident.codegen.frame_plan import analyze, framelocals_names
 from trident.codegen.import_graph import Signature, import_graph
 from trident.codegen.import_guards import import_guards
 from trident.codegen.lower_guards import GuardTable, lower_guards
-from trident.codegen.lower_plan import ENTRY, emit_plan, lower_plan
+from trident.codegen.lower_plan import ENTRY, NativePlan, emit_plan, lower_plan
 from trident.codegen.lower_program import (
     PROGRAM_ENTRY,
     ProgramTable,
@@ -41,19 +42,20 @@ class Built:
 
     `table` is None and `guards_reason` says why if the specialization must stay stock (both are
     None for a skipped frame, which has no guards). `plan_address` is the address of the native
-    frame plan (see ``lower_plan.py``), valid while `plan` lives; 0 means RUN_CODE, and
+    frame plan (see ``lower_plan.py``), valid while `code` lives; 0 means RUN_CODE, and
     `plan_reason` says why. `plan_locals` are the frame locals that the plan loads, by index; a
     NULL among them makes it raise (see there). `counts` is the number of rows per operation,
     `build_s` the time that the build took, in seconds. `has_graph`: the frame runs a graph; then
     `program` is its native host program, or None and `program_reason` says why; it has
-    `n_operators` calls of operators, those of `boxed` through the boxed dispatcher. A plan that
+    `n_operators` calls of operators, those of `boxed` through the boxed dispatcher. Where there is
+    no plan, Dynamo's code calls the program. A plan that
     `may_call` code of the user's runs where Dynamo sees that code; one that `uses_globals` (a graph
     is one) is for functions with the globals `globals` only.
     """
 
     table: GuardTable | None = None
     guards_reason: str | None = None
-    plan: jit.JitCode | None = None
+    code: jit.JitCode | None = None
     plan_address: int = 0
     plan_reason: str | None = None
     plan_locals: tuple[int, ...] = ()
@@ -74,7 +76,8 @@ class Built:
         """The text of a stage of :data:`STAGES`; raises TridentError for any other name."""
         if stage not in STAGES:
             raise TridentError(f"no stage {stage!r}; there are {', '.join(STAGES)}")
-        if stage == "scm" and self._program is not None:
+        known = self.guards_reason is None or self.program is not None
+        if stage == "scm" and self._program is not None and known:
             return self._program.text()
         if stage == "guards" and self.table is not None:
             return self.table.text()
@@ -86,26 +89,30 @@ class Built:
 
 
 def build(specialization: Specialization) -> Built:
-    """Compile the guards and, where it has a native form, the frame plan of `specialization`."""
+    """Compile the guards and, where they have a native form, the frame plan of `specialization` and
+    the host program of its graph."""
     start = time.perf_counter()
-    built = Built()
-    code = specialization.code
+    built = Built(globals=dynamo.globals_of(specialization))
+    known = None if built.globals is None else _DynamoGlobals(built.globals)
+    code, compiled_code = specialization.code, specialization.compiled_code
+    graph = None if known is None else _find_graph(built, known, compiled_code)
     with session():
         emitter = Emitter(code.co_name, framelocals_names(code))
+        fetched: dict[str, ir.Value] = {}
         try:
             fetched = import_guards(specialization.tree, emitter)
         except UnsupportedGuard as error:
             built.guards_reason = str(error)
-            built.plan_reason = _NO_GUARDS
-        else:
-            built.globals = dynamo.globals_of(specialization)
-            known = None if built.globals is None else _DynamoGlobals(built.globals)
-            _emit_plan(built, emitter, specialization.compiled_code, known, fetched)
-            emitter.program.verify()
-            built._program = emitter.program
+            emitter = Emitter(code.co_name, framelocals_names(code))
+        signature = None if graph is None else _import_graph(built, emitter, graph)
+        _emit_plan(built, emitter, compiled_code, known, fetched, signature)
+        emitter.program.verify()
+        built._program = emitter.program
+        if built.guards_reason is None:
             _lower_guards(built, emitter.program)
-            if built.table is not None:
-                _lower_plan(built, emitter.program, code.co_filename)
+        _lower(built, emitter.program, code.co_filename)
+    if graph is not None and signature is not None and built.program is not None:
+        graph.native = _frame.NativeGraph(built.program, signature.inputs, signature.outputs)
     built.build_s = time.perf_counter() - start
     return built
 
@@ -116,10 +123,10 @@ def build_skipped(code: CodeType) -> Built:
     built = Built()
     with session():
         emitter = Emitter(code.co_name, framelocals_names(code))
-        _emit_plan(built, emitter, code, None, {})
+        _emit_plan(built, emitter, code, None, {}, None)
         emitter.program.verify()
         built._program = emitter.program
-        _lower_plan(built, emitter.program, code.co_filename)
+        _lower(built, emitter.program, code.co_filename)
     built.build_s = time.perf_counter() - start
     return built
 
@@ -143,8 +150,40 @@ class _DynamoGlobals:
     def property_step(self, function: Any) -> str | None:
         return dynamo.property_step(function)
 
+    def value(self, name: str) -> Any:
+        return self._globals.get(name)
+
+    def makes_tensor(self, function: Any) -> bool:
+        return dynamo.makes_tensor(function)
+
     def is_profiling(self, function: Any) -> bool:
         return dynamo.is_profiling_helper(function)
+
+
+def _find_graph(built: Built, known: _DynamoGlobals, code: CodeType) -> TracedGraph | None:
+    """The traced graph that Dynamo's code calls."""
+    functions = [known.graph(name) for name in code.co_names if known.graph(name) is not None]
+    if not functions:
+        return None
+    built.has_graph = True
+    graph = of_callable(functions[0]) if len(functions) == 1 else None
+    if graph is None:
+        built.program_reason = 'the graph is not one of backend="trident"'
+    elif graph.module is None:
+        built.program_reason = graph.reason
+        return None
+    return graph
+
+
+def _import_graph(built: Built, emitter: Emitter, graph: TracedGraph) -> Signature | None:
+    """Adds the host program of the graph."""
+    assert graph.module is not None
+    try:
+        return import_graph(graph.module, emitter)
+    except UnsupportedGraph as error:
+        emitter.drop_program()
+        built.program_reason = str(error)
+        return None
 
 
 def _emit_plan(
@@ -153,12 +192,16 @@ def _emit_plan(
     code: CodeType,
     known: _DynamoGlobals | None,
     fetched: dict[str, ir.Value],
+    signature: Signature | None,
 ) -> None:
     """Adds the plan, and ends the guards with what they hand over to it."""
     handed: list[ir.Value] = []
     try:
+        if built.guards_reason is not None:
+            raise UnsupportedPlan(_NO_GUARDS)
         plan = analyze(code, emitter.program.framelocals(), known)
-        signature = _import_graph(built, emitter, plan)
+        if plan.call is not None and signature is None:
+            raise UnsupportedPlan(f"the graph has no host program: {built.program_reason}")
     except UnsupportedPlan as error:
         built.plan_reason = str(error)
         emitter.run_code(built.plan_reason)
@@ -166,27 +209,8 @@ def _emit_plan(
         built.plan_locals = tuple(sorted(load.index for load in plan.loaded))
         built.may_call = plan.may_call
         built.uses_globals = plan.uses_globals
-        handed = emit_plan(plan, emitter, signature, fetched)
+        handed = emit_plan(plan, emitter, signature or Signature(), fetched)
     emitter.effect(emitter.guards, "pass", handed)
-
-
-def _import_graph(built: Built, emitter: Emitter, plan: Plan) -> Signature:
-    """Adds the host program of the plan's graph."""
-    if plan.call is None:
-        return Signature()
-    built.has_graph = True
-    graph = of_callable(plan.call.function)
-    if graph is None:
-        built.program_reason = 'the graph is not one of backend="trident"'
-    elif graph.module is None:
-        built.program_reason = graph.reason
-    else:
-        try:
-            return import_graph(graph.module, emitter)
-        except UnsupportedGraph as error:
-            emitter.drop_program()
-            built.program_reason = str(error)
-    raise UnsupportedPlan(f"the graph has no host program: {built.program_reason}")
 
 
 def _lower_guards(built: Built, program: Program) -> None:
@@ -194,40 +218,52 @@ def _lower_guards(built: Built, program: Program) -> None:
         built.table = lower_guards(program)
     except UnsupportedGuard as error:
         built.guards_reason = str(error)
-        built.plan_reason = built.program_reason = _NO_GUARDS
+        built.plan_reason = _NO_GUARDS
         built.plan_locals = ()
     else:
         built.counts = built.table.counts()
 
 
-def _lower_plan(built: Built, program: Program, file: str) -> None:
-    if built.plan_reason is not None:
-        return
-    table: ProgramTable | None = None
-    address = 0
+def _lower(built: Built, program: Program, file: str) -> None:
+    """Makes native code of the plan and the host program, where there are any."""
+    table = _lower_program(built, program, file)
+    address = 0 if table is None else built.program.address
+    with session():
+        native = NativePlan(ir.Module.create(), {}, [])
     try:
-        if built.has_graph and built.globals is not None:
-            table = lower_program(program)
-            built.program = make_native(table, built.globals, file)
-            built.n_operators = len(table.lines)
-            built.boxed = tuple(sorted({f"{c[0]}.{c[1]}".rstrip(".") for c in table.calls}))
-            address = built.program.address
-        native = lower_plan(program, address, built.globals)
-    except (UnsupportedPlan, UnsupportedGraph) as error:
+        if built.plan_reason is None:
+            native = lower_plan(program, address, built.globals)
+    except UnsupportedPlan as error:
         built.plan_reason = str(error)
         built.plan_locals = ()
-        built.program = None
-        return
-    symbols = native.symbols
     if table is not None:
         more, memory = emit_program(table, native.module)
-        symbols = {**symbols, **more}
+        native.symbols.update(more)
         native.keepalive.append(memory)
-    built.plan = jit.compile(native.module, symbols, native.keepalive)
-    built.plan_address = built.plan.address(ENTRY)
-    built._llvm = native.module
-    if table is not None:
-        built.program.set_function(built.plan.address(PROGRAM_ENTRY), built.plan)
+    if built.plan_reason is None or table is not None:
+        built.code = jit.compile(native.module, native.symbols, native.keepalive)
+        built._llvm = native.module
+    if built.code is not None and built.plan_reason is None:
+        built.plan_address = built.code.address(ENTRY)
+    if built.code is not None and table is not None:
+        built.program.set_function(built.code.address(PROGRAM_ENTRY), built.code)
+
+
+def _lower_program(built: Built, program: Program, file: str) -> ProgramTable | None:
+    if program.program_block is None or built.globals is None:
+        return None
+    try:
+        table = lower_program(program)
+        built.program = make_native(table, built.globals, file)
+    except UnsupportedGraph as error:
+        built.program_reason = str(error)
+        if built.plan_reason is None:
+            built.plan_reason = f"the graph has no host program: {error}"
+            built.plan_locals = ()
+        return None
+    built.n_operators = len(table.lines)
+    built.boxed = tuple(sorted({f"{c[0]}.{c[1]}".rstrip(".") for c in table.calls}))
+    return table
 
 
 _NO_GUARDS = "the guards have no native form"

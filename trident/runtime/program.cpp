@@ -18,6 +18,7 @@
 #include <x86intrin.h>
 #endif
 #include <chrono>
+#include <cstring>
 #include <deque>
 #include <exception>
 #include <optional>
@@ -144,7 +145,11 @@ OptionalTensorList optional_tensors(const std::vector<int> &slots, const at::Ten
   return list;
 }
 
-c10::IValue boxed(const ProgramArgument &argument, const at::Tensor *slots, const int64_t *integers) {
+c10::Scalar number(const HostProgram *program, int row, const int64_t *integers);
+
+c10::IValue boxed(const ProgramArgument &argument, const ProgramState *state) {
+  const at::Tensor *slots = state->slots;
+  const int64_t *integers = state->integers;
   switch (argument.kind) {
   case ProgramArgument::Kind::constant:
     return argument.value;
@@ -159,7 +164,7 @@ c10::IValue boxed(const ProgramArgument &argument, const at::Tensor *slots, cons
   case ProgramArgument::Kind::optional_tensors:
     return c10::IValue(optional_tensors(argument.slots, slots));
   case ProgramArgument::Kind::integer:
-    return c10::IValue(integers[argument.integers[0].second]);
+    return c10::IValue(number(state->program, static_cast<int>(argument.integers[0].second), integers));
   case ProgramArgument::Kind::integers: {
     c10::List<int64_t> list;
     list.reserve(argument.integers.size());
@@ -245,6 +250,15 @@ int64_t floor_divide(int64_t a, int64_t b) {
 
 constexpr int64_t kSmallestInteger = -(int64_t(1) << 62); /* a c10::SymInt holds larger ones as they are */
 
+/* What torch._as_tensor_fullprec makes of a float. */
+bool double_of_tensor(PyObject *o, double *out) {
+  if (!plain_tensor(o)) return false;
+  const at::Tensor &tensor = THPVariable_Unpack(o);
+  if (tensor.dim() != 0 || tensor.scalar_type() != at::kDouble || !tensor.device().is_cpu()) return false;
+  *out = *tensor.const_data_ptr<double>();
+  return true;
+}
+
 /* False if a number does not fit into 64 bits, divides by zero, or is no int: then stock is to run. */
 bool compute_integers(const HostProgram *program, PyObject *const *inputs, int64_t *out) {
   for (size_t i = 0; i < program->integers.size(); i++) {
@@ -258,6 +272,13 @@ bool compute_integers(const HostProgram *program, PyObject *const *inputs, int64
       out[i] = PyLong_AsLongLongAndOverflow(inputs[a], &overflow);
       if (overflow != 0) return false;
       break;
+    }
+    case IntegerOp::float_input: {
+      double value;
+      if (PyFloat_CheckExact(inputs[a])) value = PyFloat_AS_DOUBLE(inputs[a]);
+      else if (!double_of_tensor(inputs[a], &value)) return false;
+      std::memcpy(&out[i], &value, sizeof(value));
+      continue;
     }
     case IntegerOp::size:
     case IntegerOp::stride: {
@@ -289,8 +310,15 @@ bool compute_integers(const HostProgram *program, PyObject *const *inputs, int64
   return true;
 }
 
-/* As torch's argument parser makes one of a Python int. */
-at::Tensor number_tensor(int64_t value) {
+c10::Scalar number(const HostProgram *program, int row, const int64_t *integers) {
+  if (program->integers[row].op != IntegerOp::float_input) return c10::Scalar(integers[row]);
+  double value;
+  std::memcpy(&value, &integers[row], sizeof(value));
+  return c10::Scalar(value);
+}
+
+/* As torch's argument parser makes one of a Python number. */
+at::Tensor number_tensor(const c10::Scalar &value) {
   at::AutoDispatchBelowADInplaceOrView guard;
   at::Tensor tensor = c10::scalar_to_tensor(value);
   tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -513,7 +541,7 @@ int32_t trident_program_run(const HostProgram *program, PyObject *const *inputs,
   }
   for (int i = 0; i < program->n_inputs; i++) slots[i] = THPVariable_Unpack(inputs[i]);
   for (const auto &constant : program->constants) slots[constant.first] = constant.second;
-  for (auto [slot, row] : program->numbers) slots[slot] = number_tensor(integers[row]);
+  for (auto [slot, row] : program->numbers) slots[slot] = number_tensor(number(program, row, integers));
   int32_t status = 0;
   {
     ProgramState state{slots, -1, integers, program, {}, ticks() + kTicksBetweenSignals};
@@ -576,7 +604,7 @@ void trident_program_call(ProgramState *state, int32_t index, int32_t step) {
   const ProgramCall &call = state->program->calls[index];
   torch::jit::Stack stack;
   stack.reserve(call.arguments.size());
-  for (const ProgramArgument &argument : call.arguments) stack.push_back(boxed(argument, state->slots, state->integers));
+  for (const ProgramArgument &argument : call.arguments) stack.push_back(boxed(argument, state));
   call.op.callBoxed(stack);
   TORCH_INTERNAL_ASSERT(stack.size() == call.results.size());
   for (size_t i = 0; i < call.results.size(); i++) store(state, call.results[i], std::move(stack[i]));
@@ -609,7 +637,7 @@ void trident_program_autocast_exit(ProgramState *state) {
 void trident_program_after(ProgramState *state) { after_operator(state); }
 
 void *trident_program_scalar(ProgramState *state, int32_t row) {
-  return &state->scalars.emplace_back(c10::Scalar(state->integers[row]));
+  return &state->scalars.emplace_back(number(state->program, row, state->integers));
 }
 
 void *trident_program_list(ProgramState *state, int32_t list) {

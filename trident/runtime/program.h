@@ -30,9 +30,10 @@ struct ProgramArgument {
 };
 
 /* What a program computes of its inputs' sizes before it does anything. `a` and `b` are rows; of an input
- * and of a constant `a` is the index or value, of a size or stride `a` the slot and `b` the dimension. */
+ * and of a constant `a` is the index or value, of a size or stride `a` the slot and `b` the dimension. A
+ * float, which is the bits of a double, is only passed on. */
 #define TRIDENT_INTEGER_OPS(X)                                                                            \
-  X(integer) X(integer_input) X(size) X(stride) X(add) X(multiply) X(floor_divide) X(modulo) X(minimum)   \
+  X(integer) X(integer_input) X(float_input) X(size) X(stride) X(add) X(multiply) X(floor_divide) X(modulo) X(minimum)   \
   X(maximum)
 enum class IntegerOp {
 #define X(name) name,
