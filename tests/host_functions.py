@@ -87,11 +87,6 @@ def indexing(x: Any, y: Any, w: Any) -> Any:
 
 
 @function
-def boolean_mask(x: Any, y: Any, w: Any) -> Any:
-    return x[x > 0], y.nonzero()
-
-
-@function
 def where_and_masks(x: Any, y: Any, w: Any) -> Any:
     return torch.where(x > y, x, 0.0), x.masked_fill(y > 0, float("-inf")), x.clamp(min=-0.5, max=1)
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import trident
+from tests.conftest import frame_stats
 from tests.host_functions import FUNCTIONS, TRAINED, make_inputs
 from tests.test_equality import assert_same
 
@@ -101,6 +102,74 @@ def test_explain(enabled: None) -> None:
     assert 'name = "aten.add.Tensor"' in spec.ir["scm"]
     assert "_ZN2at4_ops10mul_Tensor4callE" in spec.ir["llvm"]
     assert f"{__file__}:" in spec.ir["scm"]
+
+
+def in_pieces(x: Any, i: Any, scale: float) -> Any:
+    y = torch.relu(x + 1) * scale
+    torch._dynamo.graph_break()
+    return y[i] * 2
+
+
+def boolean_mask(x: Any, i: Any, scale: float) -> Any:
+    return x[x > 0] * scale, i.nonzero()
+
+
+@pytest.mark.parametrize("f", [in_pieces, boolean_mask])
+def test_graph_breaks(enabled: None, f: Any) -> None:
+    """Dynamo's code, which goes on after the break, calls the host program for its graph."""
+    compiled = torch.compile(f, backend="trident")
+    x, i = torch.randn(4), torch.tensor([2, 0])
+    for scale in (0.5, 1.5, 2.5, -1.0):
+        assert_same(compiled(x, i, scale), f(x, i, scale))
+    counters = frame_stats(f.__name__)
+    assert counters.run_code >= 2
+    frame = trident.explain(compiled).frames[0]
+    assert frame.specializations[0].program_native
+    assert not frame.specializations[0].plan_native
+    assert "called by Dynamo's code object" in str(trident.explain(compiled))
+
+
+def test_error_after_a_graph_break(enabled: None) -> None:
+    compiled = torch.compile(in_pieces, backend="trident")
+    x, good, bad = torch.randn(4), torch.tensor([2, 0]), torch.tensor([9, 0])
+    for _ in range(3):
+        compiled(x, good, 0.5)
+    (actual, lines), (expected, _) = (_raised(f, x, bad) for f in (compiled, in_pieces))
+    assert actual == expected
+    assert lines[-1].endswith("return y[i] * 2")
+
+
+def _raised(f: Any, *arguments: Any) -> tuple[Any, list[str]]:
+    with pytest.raises(IndexError) as raised:
+        f(*arguments, 0.5)
+    return str(raised.value), [str(entry.statement).strip() for entry in raised.traceback]
+
+
+def test_graph_of_dynamos_code_after_disable(fresh: None) -> None:
+    """Without Trident, or where a mode must see every operator, the graph runs as it is."""
+    compiled = torch.compile(in_pieces, backend="trident")
+    x, i = torch.randn(4), torch.tensor([2, 0])
+    with trident.enable():
+        for _ in range(3):
+            compiled(x, i, 0.5)
+    ((entry,),) = (
+        module.entries
+        for module in trident.control.runtime.modules.values()
+        if module.name == "in_pieces"
+    )
+    (name,) = (n for n in entry.spec.compiled_code.co_names if n.startswith("__compiled_fn_"))
+    graph = trident.capture.graph.of_callable(globals()[name])
+    assert entry.built.program is not None
+    assert graph is not None
+    calls = []
+    native, graph.native = graph.native, lambda *inputs: calls.append(inputs) or native(*inputs)
+    assert_same(compiled(x, i, 0.5), in_pieces(x, i, 0.5))
+    assert not calls
+    with trident.enable():
+        assert_same(compiled(x, i, 0.5), in_pieces(x, i, 0.5))
+        assert len(calls) == 1
+        with torch.profiler.profile():
+            assert graph.native(x, i) is NotImplemented
 
 
 def test_explain_says_why_not(enabled: None) -> None:
