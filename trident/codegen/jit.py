@@ -48,7 +48,8 @@ def c_api(name: str) -> int:
 
 
 def compile(llvm_module: ir.Module, symbols: dict[str, int], keepalive: Any = None) -> JitCode:
-    """Compile all functions of `llvm_module`, to which their companions are added.
+    """Compile `llvm_module`, to which the companions of its functions, but for internal ones, are
+    added.
 
     `symbols` gives the addresses of the functions and globals that the module declares without
     defining; `keepalive` lives as long as the code. Raises TridentError for a declaration without
@@ -78,7 +79,9 @@ def _functions(module: ir.Module, *, defined: bool) -> list[str]:
     return [
         op.attributes["sym_name"].value
         for op in module.body
-        if op.operation.name == "llvm.func" and bool(len(op.regions[0].blocks)) is defined
+        if op.operation.name == "llvm.func"
+        and bool(len(op.regions[0].blocks)) is defined
+        and "internal" not in str(op.attributes["linkage"])
     ]
 
 

@@ -126,7 +126,10 @@ class _Writer:
 
     def _function(self, name: str) -> ir.Block:
         function = self._declare(name, "!llvm.func<void (ptr)>")
-        function.attributes["passthrough"] = ir.Attribute.parse('[["uwtable", "2"]]')
+        attributes = '["noinline", ["uwtable", "2"]]'
+        function.attributes["passthrough"] = ir.Attribute.parse(attributes)
+        if name != PROGRAM_ENTRY:
+            function.attributes["linkage"] = ir.Attribute.parse("#llvm.linkage<internal>")
         return function.regions[0].blocks.append(self._types["!llvm.ptr"])
 
     def call(
