@@ -26,8 +26,11 @@ def assert_same(actual: Any, expected: Any, path: str = "result") -> None:
         assert actual.stride() == expected.stride(), path
         assert actual.requires_grad == expected.requires_grad, path
         same = torch.equal(
-            actual.detach().contiguous().view(-1).view(torch.uint8),
-            expected.detach().contiguous().view(-1).view(torch.uint8),
+            actual.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8),
+            expected.detach()
+            .clone(memory_format=torch.contiguous_format)
+            .view(-1)
+            .view(torch.uint8),
         )
         assert same, f"{path}: {actual} != {expected}"
     elif isinstance(expected, dict):
