@@ -539,6 +539,29 @@ def test_int_of_a_module(enabled: None) -> None:
     assert native_programs("forward")
 
 
+# ---- through the dispatcher ----
+
+
+@torch.library.custom_op("trident_tests::mixes", mutates_args=())
+def mixes(x: torch.Tensor, n: int, many: list[int], maybe: int | None = None) -> torch.Tensor:
+    return x * n + sum(many) * 10 + (maybe or 0) * 100
+
+
+@mixes.register_fake
+def _(x: Any, n: Any, many: Any, maybe: Any = None) -> Any:
+    return torch.empty_like(x)
+
+
+def calls_custom_operator(x: Any) -> Any:
+    n, m = x.shape
+    return mixes(x, n, [n, 3, m * 2], n - m), mixes(x, m // 2, []), mixes(x, 2**40 * n, [n], None)
+
+
+def test_custom_operator(fresh: None) -> None:
+    """What has no direct call gets its computed ints, and lists of them, in a box."""
+    check(calls_custom_operator, SHAPES, dynamic=True)
+
+
 # ---- training ----
 
 
