@@ -734,10 +734,6 @@ def destructors_of(kind: str, compile_: Compile) -> Any:
     return log[-3:]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="what a plan fetched is dropped at its end, not at the store that replaces it",
-)
 @pytest.mark.parametrize("kind", ["attributes", "items"])
 def test_destructors_of_what_was_replaced(fresh: None, kind: str) -> None:
     expected = destructors_of(kind, lambda g: torch.compile(g, backend="eager"))
@@ -779,9 +775,6 @@ def test_property_added_later(fresh: None) -> None:
         assert_same(found, expected)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a property that a plan gets from a door is called where Dynamo is off"
-)
 def test_property_added_later_is_compiled(fresh: None) -> None:
     """In stock, Dynamo's callback is active where its code gets the property."""
     reset_compilations()

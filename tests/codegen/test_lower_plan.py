@@ -47,76 +47,84 @@ def test_llvm() -> None:
         r"""
     module {
       llvm.func @plan(%arg0: !llvm.ptr, %arg1: !llvm.ptr, %arg2: !llvm.ptr, %arg3: !llvm.ptr) -> i32 {
-        %0 = llvm.getelementptr %arg0[1] : (!llvm.ptr) -> !llvm.ptr, !llvm.ptr
-        %1 = llvm.load %0 : !llvm.ptr -> !llvm.ptr
-        %2 = llvm.mlir.zero : !llvm.ptr
-        %3 = llvm.icmp "eq" %1, %2 : !llvm.ptr
-        llvm.cond_br %3, ^bb8, ^bb1
+        %0 = llvm.mlir.constant(2 : i64) : i64
+        %1 = llvm.alloca %0 x !llvm.ptr : (i64) -> !llvm.ptr
+        %2 = llvm.getelementptr %arg0[1] : (!llvm.ptr) -> !llvm.ptr, !llvm.ptr
+        %3 = llvm.load %2 : !llvm.ptr -> !llvm.ptr
+        %4 = llvm.mlir.zero : !llvm.ptr
+        %5 = llvm.icmp "eq" %3, %4 : !llvm.ptr
+        llvm.cond_br %5, ^bb8, ^bb1
       ^bb1:  // pred: ^bb0
-        %4 = llvm.getelementptr %arg0[0] : (!llvm.ptr) -> !llvm.ptr, !llvm.ptr
-        %5 = llvm.load %4 : !llvm.ptr -> !llvm.ptr
-        %6 = llvm.mlir.zero : !llvm.ptr
-        %7 = llvm.icmp "eq" %5, %6 : !llvm.ptr
-        llvm.cond_br %7, ^bb7, ^bb2
+        %6 = llvm.getelementptr %arg0[0] : (!llvm.ptr) -> !llvm.ptr, !llvm.ptr
+        %7 = llvm.load %6 : !llvm.ptr -> !llvm.ptr
+        %8 = llvm.mlir.zero : !llvm.ptr
+        %9 = llvm.icmp "eq" %7, %8 : !llvm.ptr
+        llvm.cond_br %9, ^bb7, ^bb2
       ^bb2:  // pred: ^bb1
-        %8 = llvm.mlir.addressof @object_0 : !llvm.ptr
-        %9 = llvm.mlir.constant(2 : i64) : i64
-        %10 = llvm.call @PyTuple_Pack(%9, %5, %8) vararg(!llvm.func<ptr (i64, ...)>) : (i64, !llvm.ptr, !llvm.ptr) -> !llvm.ptr
-        %11 = llvm.mlir.zero : !llvm.ptr
-        %12 = llvm.icmp "eq" %10, %11 : !llvm.ptr
-        llvm.cond_br %12, ^bb6, ^bb3
+        %10 = llvm.mlir.addressof @object_0 : !llvm.ptr
+        %11 = llvm.mlir.constant(2 : i64) : i64
+        %12 = llvm.call @PyTuple_Pack(%11, %7, %10) vararg(!llvm.func<ptr (i64, ...)>) : (i64, !llvm.ptr, !llvm.ptr) -> !llvm.ptr
+        %13 = llvm.mlir.zero : !llvm.ptr
+        %14 = llvm.icmp "eq" %12, %13 : !llvm.ptr
+        llvm.cond_br %14, ^bb6, ^bb3
       ^bb3:  // pred: ^bb2
-        %13 = llvm.mlir.constant(2 : i64) : i64
-        %14 = llvm.call @PyTuple_Pack(%13, %1, %10) vararg(!llvm.func<ptr (i64, ...)>) : (i64, !llvm.ptr, !llvm.ptr) -> !llvm.ptr
-        %15 = llvm.mlir.zero : !llvm.ptr
-        %16 = llvm.icmp "eq" %14, %15 : !llvm.ptr
-        llvm.cond_br %16, ^bb5, ^bb4
+        %15 = llvm.getelementptr %1[0] : (!llvm.ptr) -> !llvm.ptr, !llvm.ptr
+        llvm.store %12, %15 : !llvm.ptr, !llvm.ptr
+        %16 = llvm.mlir.constant(2 : i64) : i64
+        %17 = llvm.call @PyTuple_Pack(%16, %3, %12) vararg(!llvm.func<ptr (i64, ...)>) : (i64, !llvm.ptr, !llvm.ptr) -> !llvm.ptr
+        %18 = llvm.mlir.zero : !llvm.ptr
+        %19 = llvm.icmp "eq" %17, %18 : !llvm.ptr
+        llvm.cond_br %19, ^bb5, ^bb4
       ^bb4:  // pred: ^bb3
-        llvm.call @Py_IncRef(%14) : (!llvm.ptr) -> ()
-        llvm.store %14, %arg1 : !llvm.ptr, !llvm.ptr
-        %17 = llvm.mlir.constant(0 : i32) : i32
-        llvm.br ^bb9(%17 : i32)
+        %20 = llvm.getelementptr %1[1] : (!llvm.ptr) -> !llvm.ptr, !llvm.ptr
+        llvm.store %17, %20 : !llvm.ptr, !llvm.ptr
+        %21 = llvm.getelementptr %1[0] : (!llvm.ptr) -> !llvm.ptr, !llvm.ptr
+        %22 = llvm.mlir.constant(1 : i64) : i64
+        llvm.call @trident_release(%21, %22) : (!llvm.ptr, i64) -> ()
+        llvm.call @Py_IncRef(%17) : (!llvm.ptr) -> ()
+        llvm.store %17, %arg1 : !llvm.ptr, !llvm.ptr
+        %23 = llvm.mlir.constant(0 : i32) : i32
+        %24 = llvm.mlir.constant(2 : i64) : i64
+        llvm.br ^bb9(%23, %24 : i32, i64)
       ^bb5:  // pred: ^bb3
-        %18 = llvm.mlir.constant(1 : i32) : i32
-        llvm.br ^bb10(%18 : i32)
-      ^bb6:  // pred: ^bb2
-        %19 = llvm.mlir.constant(1 : i32) : i32
-        llvm.br ^bb11(%19 : i32)
-      ^bb7:  // pred: ^bb1
-        %20 = llvm.mlir.addressof @UnboundLocalError : !llvm.ptr
-        %21 = llvm.mlir.addressof @unbound_0 : !llvm.ptr
-        llvm.call @PyErr_SetObject(%20, %21) : (!llvm.ptr, !llvm.ptr) -> ()
-        %22 = llvm.mlir.constant(1 : i32) : i32
-        llvm.br ^bb11(%22 : i32)
-      ^bb8:  // pred: ^bb0
-        %23 = llvm.mlir.addressof @UnboundLocalError : !llvm.ptr
-        %24 = llvm.mlir.addressof @unbound_1 : !llvm.ptr
-        llvm.call @PyErr_SetObject(%23, %24) : (!llvm.ptr, !llvm.ptr) -> ()
         %25 = llvm.mlir.constant(1 : i32) : i32
-        llvm.br ^bb11(%25 : i32)
-      ^bb9(%26: i32):  // pred: ^bb4
-        llvm.call @Py_DecRef(%14) : (!llvm.ptr) -> ()
-        llvm.br ^bb10(%26 : i32)
-      ^bb10(%27: i32):  // 2 preds: ^bb5, ^bb9
-        llvm.call @Py_DecRef(%10) : (!llvm.ptr) -> ()
-        llvm.br ^bb11(%27 : i32)
-      ^bb11(%28: i32):  // 4 preds: ^bb6, ^bb7, ^bb8, ^bb10
-        llvm.return %28 : i32
+        %26 = llvm.mlir.constant(1 : i64) : i64
+        llvm.br ^bb9(%25, %26 : i32, i64)
+      ^bb6:  // pred: ^bb2
+        %27 = llvm.mlir.constant(1 : i32) : i32
+        %28 = llvm.mlir.constant(0 : i64) : i64
+        llvm.br ^bb9(%27, %28 : i32, i64)
+      ^bb7:  // pred: ^bb1
+        %29 = llvm.mlir.addressof @UnboundLocalError : !llvm.ptr
+        %30 = llvm.mlir.addressof @unbound_0 : !llvm.ptr
+        llvm.call @PyErr_SetObject(%29, %30) : (!llvm.ptr, !llvm.ptr) -> ()
+        %31 = llvm.mlir.constant(1 : i32) : i32
+        %32 = llvm.mlir.constant(0 : i64) : i64
+        llvm.br ^bb9(%31, %32 : i32, i64)
+      ^bb8:  // pred: ^bb0
+        %33 = llvm.mlir.addressof @UnboundLocalError : !llvm.ptr
+        %34 = llvm.mlir.addressof @unbound_1 : !llvm.ptr
+        llvm.call @PyErr_SetObject(%33, %34) : (!llvm.ptr, !llvm.ptr) -> ()
+        %35 = llvm.mlir.constant(1 : i32) : i32
+        %36 = llvm.mlir.constant(0 : i64) : i64
+        llvm.br ^bb9(%35, %36 : i32, i64)
+      ^bb9(%37: i32, %38: i64):  // 5 preds: ^bb4, ^bb5, ^bb6, ^bb7, ^bb8
+        llvm.call @trident_release(%1, %38) : (!llvm.ptr, i64) -> ()
+        llvm.return %37 : i32
       }
+      llvm.func @trident_release(!llvm.ptr, i64)
       llvm.mlir.global external @UnboundLocalError() {addr_space = 0 : i32} : i8
       llvm.mlir.global external @unbound_1() {addr_space = 0 : i32} : i8
       llvm.func @PyErr_SetObject(!llvm.ptr, !llvm.ptr)
       llvm.mlir.global external @unbound_0() {addr_space = 0 : i32} : i8
       llvm.mlir.global external @object_0() {addr_space = 0 : i32} : i8
       llvm.func @PyTuple_Pack(i64, ...) -> !llvm.ptr
-      llvm.func @Py_DecRef(!llvm.ptr)
       llvm.func @Py_IncRef(!llvm.ptr)
       llvm.func @__address_of_plan() -> !llvm.ptr {
         %0 = llvm.mlir.addressof @plan : !llvm.ptr
         llvm.return %0 : !llvm.ptr
       }
     }
-
     """,  # noqa: E501
     )
 

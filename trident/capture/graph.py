@@ -28,7 +28,11 @@ import torch
 import torch.fx.traceback
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    free_unbacked_symbols,
+)
 
 from trident.capture.patching import Patches
 from trident.errors import UnsupportedGraph
@@ -147,6 +151,7 @@ def _trace(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         raise UnsupportedGraph(f"it has {len(modes)} fake tensor modes")
     (mode,) = modes.values()
     interpreter = _Interpreter(module)
+    interpreter.unbacked.update(*map(_unbacked_symbols, examples))
     with (
         _quiet(interpreter.warned),
         _without_guards(mode.shape_env),
@@ -157,6 +162,9 @@ def _trace(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         make_fx = proxy_tensor.make_fx
         traced = make_fx(interpreter.run, tracing_mode="real", pre_dispatch=True)(*copies)
         interpreter.compare()
+    constants = [node for node in traced.graph.nodes if node.op == "get_attr"]
+    if interpreter.of_symbol and constants:
+        raise UnsupportedGraph(f"{interpreter.of_symbol} of a symbolic number")
     for node in traced.graph.nodes:
         node.meta[_KEY] = _given(node.meta.pop("val", None))
     traced.meta[AUTOCAST_CACHES] = interpreter.autocast_caches
@@ -267,13 +275,16 @@ def _fakes(value: Any) -> Iterator[FakeTensor]:
             yield from _fakes(item)
 
 
-_Example = torch.Tensor | torch.SymInt | torch.SymFloat
+_Example = torch.Tensor | torch.SymInt | torch.SymFloat | int
+# They make a constant of a symbolic number while they are traced.
+_CONSTANT_MAKERS = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
 
 
 def _example(node: torch.fx.Node) -> _Example:
     value = node.meta.get("example_value")
     if isinstance(value, torch.SymInt):
-        return value
+        # torch.as_tensor, say, of a symbolic number keeps 32 bits of it.
+        return int(value.node.expr) if value.node.expr.is_number else value
     # Dynamo passes a float as a tensor, of which the graph takes the item.
     items = [user.meta.get("example_value") for user in node.users if user.target == "item"]
     if items and len(items) == len(node.users) and isinstance(items[0], torch.SymFloat):
@@ -312,6 +323,8 @@ class _Interpreter(torch.fx.Interpreter):
         self._found: list[tuple[torch.fx.Node, Any]] = []
         self.autocast_caches: list[bool | None] = []
         self._regions: dict[torch.fx.Node, Any] = {}
+        self.unbacked: set[Any] = set()  # symbols of the inputs
+        self.of_symbol: str | None = None  # a function that may have made a constant of one
 
     def run_node(self, n: torch.fx.Node) -> Any:
         # The contexts record themselves, and change the state; the bare functions only the former.
@@ -339,6 +352,11 @@ class _Interpreter(torch.fx.Interpreter):
         if n.op.startswith("call") and not known and n.target not in _WITHOUT_VALUE:
             # It sets some state, which the tracer would do once and not record.
             raise UnsupportedGraph(f"{n.target} is not known to be an operator")
+        name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
+        if name in _CONSTANT_MAKERS and _has_symbol(self.fetch_args_kwargs_from_env(n)):
+            self.of_symbol = name
+        if _unbacked_symbols(n.meta.get("example_value")) - self.unbacked:
+            raise UnsupportedGraph(f"what {n.name} gives depends on data")
         value = super().run_node(n)
         if any("Triggered internally at" not in text for text in self.warned):
             # A Python function did, of which only the operators are recorded.
@@ -354,3 +372,18 @@ class _Interpreter(torch.fx.Interpreter):
             ours, theirs = _given(value), _given(node.meta["example_value"])
             if ours != theirs:
                 raise UnsupportedGraph(f"{node.name} is traced as {ours}, not as {theirs}")
+
+
+def _unbacked_symbols(value: Any) -> set[Any]:
+    if isinstance(value, (tuple, list)):
+        return set().union(*map(_unbacked_symbols, value))
+    symbolic = isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+    return set(free_unbacked_symbols(value)) if symbolic else set()
+
+
+def _has_symbol(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_symbol, value))
+    if isinstance(value, dict):
+        return any(map(_has_symbol, value.values()))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -98,13 +98,15 @@ Expression = Argument | Constant | Known | Null | Container | Step | GraphCall |
 class Plan:
     """The frame's `result`. `loaded`: what must be bound, whether or not the result needs it.
     `steps` happen in their order, then the containers are made that are needed. `may_call`: a step
-    may run Python code of the user's, which Dynamo is to see."""
+    may run Python code of the user's, which Dynamo is to see. `n_outputs`: the graph must have that
+    many outputs, if it is given."""
 
     result: Expression
     loaded: tuple[Argument, ...]
     steps: tuple[Step | GraphCall, ...]
     code_name: str
     may_call: bool = False
+    n_outputs: int | None = None
 
     @property
     def uses_globals(self) -> bool:
@@ -172,7 +174,9 @@ def analyze(code: CodeType, framelocals: tuple[str, ...], known: Globals | None 
         if result is not None:
             frame.check_value(instruction, result)
             loaded = tuple(frame.arguments.values())
-            return Plan(result, loaded, tuple(frame.steps), code.co_name, frame.may_call)
+            return Plan(
+                result, loaded, tuple(frame.steps), code.co_name, frame.may_call, frame.n_outputs
+            )
     raise UnsupportedPlan(f"{_place(code)}: it does not return")
 
 
@@ -192,6 +196,7 @@ class _Frame:
         self.cells: set[int] = set()
         self.called = False  # the graph; what was fetched may be abandoned until then
         self.may_call = False
+        self.n_outputs: int | None = None
         self._used: set[int] = set()  # containers that exist already at some step
         self.n_arguments = code.co_argcount + code.co_kwonlyargcount
         self.n_arguments += bool(code.co_flags & inspect.CO_VARARGS)
@@ -445,6 +450,7 @@ def _add_attribute(
         raise frame.unsupported(instruction)
     if method and sys.version_info < (3, 13):
         frame.stack.append(Null())
+    frame.may_call |= frame.called  # too late to leave it to stock
     frame.add(Step("get_attr", (owner,), name))
     if method and sys.version_info >= (3, 13):
         frame.stack.append(Null())
@@ -500,7 +506,20 @@ def _binary_subscr(frame: _Frame, instruction: dis.Instruction) -> None:
     frame.check_value(instruction, owner)
     if frame.known is None or isinstance(owner, Container):
         raise frame.unsupported(instruction)
+    frame.may_call |= frame.called
     frame.add(Step("get_item", (owner, key)))
+
+
+@_rule("UNPACK_SEQUENCE")
+def _unpack_sequence(frame: _Frame, instruction: dis.Instruction) -> None:
+    sequence, n = frame.pop(instruction), _argument(instruction)
+    if isinstance(sequence, GraphCall):
+        frame.n_outputs = n
+        frame.stack += [Output(sequence, index) for index in reversed(range(n))]
+        return
+    if not isinstance(sequence, Container) or sequence.kind == "dict" or len(sequence.items) != n:
+        raise frame.unsupported(instruction)
+    frame.stack += reversed(sequence.items)
 
 
 @_rule("COPY")

@@ -9,8 +9,10 @@ hand over (the operands of ``scm.pass``), `closure` is the function's; all borro
     STOCK (2)   nothing has happened, and stock is to run the frame
 
 and must be called with the GIL held, by a caller that holds the locals. What it owns, the objects
-that it fetches and makes, has one release, on the one way out: the k-th release block drops the
-k-th object and goes on to the one before; the result has a reference of its own.
+that it fetches and makes, is in an array; each is dropped after its last use, as the interpreter's
+stack would drop it (so a destructor runs before the next effect), and on the one way out what is
+left. What the guards hand over is dropped after its last use, too, by setting it to NULL. The
+result has a reference of its own.
 
 A free variable whose cell is empty arrives as NULL. The plan then raises what the interpreter
 raises, but without the frame's line in the traceback: a caller that wants that line runs the frame
@@ -48,6 +50,7 @@ from trident.codegen.registry import register
 from trident.errors import UnsupportedPlan
 
 HIT, RAISED, STOCK = 0, 1, 2
+_RELEASE, _RELEASE_TYPE = "trident_release", "!llvm.func<void (ptr, i64)>"
 ENTRY = "plan"
 _NO_GRAPH = Signature()
 # Steps that only read a property of a tensor, on which nobody depends but who uses the value.
@@ -187,8 +190,9 @@ def lower_plan(
         values: dict[ir.Value, ir.Value] = {
             argument: context.fetched(argument.arg_number) for argument in block.arguments
         }
-        for view in block:
-            op = view.operation
+        operations = [view.operation for view in block]
+        dropped = _last_uses(block, operations)
+        for op in operations:
             rule = PLAN_RULES.get(op.name)
             if rule is None:
                 raise UnsupportedPlan(
@@ -199,17 +203,37 @@ def lower_plan(
             if made is not None:
                 results = made if isinstance(made, list) else [made]
                 values.update(zip(op.results, results, strict=True))
+            if op is not operations[-1]:
+                context.drop([values[value] for value in dropped.get(op, ())])
         return NativePlan(context.module, context.symbols, context.keepalive)
+
+
+def _last_uses(
+    block: ir.Block, operations: list[ir.Operation]
+) -> dict[ir.Operation, list[ir.Value]]:
+    """Per operation the values that nothing uses after it."""
+    last: dict[ir.Value, ir.Operation] = dict.fromkeys(block.arguments, operations[0])
+    for op in operations:
+        last.update(dict.fromkeys(op.results, op))
+        last.update(dict.fromkeys(op.operands, op))
+    result: dict[ir.Operation, list[ir.Value]] = {}
+    for value, op in last.items():
+        result.setdefault(op, []).append(value)
+    return result
 
 
 class Context:
     """Builds the function: rules append to its current block."""
 
     __slots__ = (
+        "_exit",
         "_external",
+        "_fetched",
         "_framelocals",
         "_objects",
-        "_releases",
+        "_owned",
+        "_size",
+        "_slots",
         "_types",
         "block",
         "entry",
@@ -240,6 +264,7 @@ class Context:
                 "!llvm.ptr",
                 "!llvm.func<i32 (ptr, ptr, ptr, ptr)>",
                 "!llvm.func<void (ptr)>",
+                "!llvm.func<void (ptr, i64)>",
                 "!llvm.func<void (ptr, ptr)>",
                 "!llvm.func<ptr (i64, ...)>",
                 "!llvm.func<ptr (ptr, ptr)>",
@@ -255,10 +280,19 @@ class Context:
         function = self._declare(ENTRY, "!llvm.func<i32 (ptr, ptr, ptr, ptr)>")
         pointer, status = self.kind("!llvm.ptr"), self.kind("i32")
         self.entry = self.block = function.regions[0].blocks.append(*[pointer] * 4)
-        # _releases[k] drops k tuples, the last first, and returns its argument.
-        self._releases = [function.regions[0].blocks.append(status)]
-        with ir.InsertionPoint(self._releases[0]):
-            llvm.ReturnOp(arg=self._releases[0].arguments[0])
+        # The slots of what it owns, and of what the guards hand over; the number of the former.
+        self._slots: dict[ir.Value, int] = {}
+        self._fetched: dict[ir.Value, int] = {}
+        self._size = self.integer("i64", 1)
+        with ir.InsertionPoint(self.block):
+            self._owned = llvm.AllocaOp(pointer, self._size, pointer).result
+        # Drops as many of these as its second argument says, and returns the first one.
+        self._exit = function.regions[0].blocks.append(status, self.kind("i64"))
+        entry, self.block = self.block, self._exit
+        self._call(_RELEASE, _RELEASE_TYPE, [self._owned, self._exit.arguments[1]])
+        with ir.InsertionPoint(self._exit):
+            llvm.ReturnOp(arg=self._exit.arguments[0])
+        self.block = entry
 
     def kind(self, text: str) -> ir.Type:
         """The type spelt `text`."""
@@ -287,15 +321,17 @@ class Context:
             self._external_object(f"unbound_{index}", message.format(self._framelocals[index])),
         ]
         self._call("PyErr_SetObject", "!llvm.func<void (ptr, ptr)>", operands)
-        self._branch(self._releases[-1], self.integer("i32", RAISED))
+        self.leave(RAISED)
         self.block = after
         return value
 
     def fetched(self, index: int) -> ir.Value:
-        """What the guards hand over at `index`, borrowed."""
+        """What the guards hand over at `index`, borrowed until it is dropped."""
         with ir.InsertionPoint(self.block):
             slot = self._element(self.entry.arguments[2], index)
-            return llvm.LoadOp(self.kind("!llvm.ptr"), slot).result
+            value = llvm.LoadOp(self.kind("!llvm.ptr"), slot).result
+        self._fetched[value] = index
+        return value
 
     def closure(self) -> ir.Value:
         """The closure of the function, borrowed."""
@@ -351,6 +387,11 @@ class Context:
         operands = [program, self.array(inputs), outputs]
         return self.status_call("trident_program_run", operands, outputs, n_outputs)
 
+    def get(self, name: str, owner: ir.Value, key: ir.Value) -> ir.Value:
+        """What the function `name` finds, or stock runs the frame."""
+        out = self.space(1)
+        return self.status_call(name, [owner, key, out], out, 1)[0]
+
     def status_call(
         self, name: str, operands: list[ir.Value], outputs: ir.Value, n_outputs: int
     ) -> list[ir.Value]:
@@ -364,7 +405,7 @@ class Context:
                 slot = self._element(outputs, position)
                 values.append(llvm.LoadOp(self.kind("!llvm.ptr"), slot).result)
         for value in values:
-            self._release_at_the_end(value)
+            self._keep(value)
         return values
 
     def _status(self, name: str, operands: list[ir.Value]) -> ir.Value:
@@ -377,7 +418,8 @@ class Context:
         with ir.InsertionPoint(self.block):
             equal = ir.IntegerAttr.get(self.kind("i64"), 0)
             is_zero = llvm.ICmpOp(equal, value, zero).result
-            llvm.CondBrOp(is_zero, [], [status], after, self._releases[-1])
+            arguments = [status, self._n_owned()]
+            llvm.CondBrOp(is_zero, [], arguments, after, self._exit)
         self.block = after
 
     def leave_unless_same(self, value: ir.Value, expected: ir.Value) -> None:
@@ -386,32 +428,57 @@ class Context:
         with ir.InsertionPoint(self.block):
             equal = ir.IntegerAttr.get(self.kind("i64"), 0)
             is_same = llvm.ICmpOp(equal, value, expected).result
-            llvm.CondBrOp(is_same, [], [stock], after, self._releases[-1])
+            llvm.CondBrOp(is_same, [], [stock, self._n_owned()], after, self._exit)
         self.block = after
 
     def own(self, made: ir.Value) -> ir.Value:
-        """`made`, a new reference that is dropped at the end; where it is NULL, an error is set."""
+        """`made`, a new reference that the function owns; where it is NULL, an error is set."""
         failed = self._leave_if_null(made)
         after, self.block = self.block, failed
-        self._branch(self._releases[-1], self.integer("i32", RAISED))
+        self.leave(RAISED)
         self.block = after
-        self._release_at_the_end(made)
+        self._keep(made)
         return made
 
-    def _release_at_the_end(self, value: ir.Value) -> None:
-        after = self.block
-        release = self.block = self._releases[-1].create_before(self.kind("i32"))
-        self._call("Py_DecRef", "!llvm.func<void (ptr)>", [value])
-        self._branch(self._releases[-1], release.arguments[0])
-        self._releases.append(release)
-        self.block = after
+    def _keep(self, value: ir.Value) -> None:
+        """Own `value`."""
+        slot = self._slots[value] = len(self._slots)
+        count = ir.IntegerAttr.get(self.kind("i64"), len(self._slots))
+        self._size.owner.attributes["value"] = count
+        with ir.InsertionPoint(self.block):
+            llvm.StoreOp(value, self._element(self._owned, slot))
+
+    def _n_owned(self) -> ir.Value:
+        return self.integer("i64", len(self._slots))
+
+    def drop(self, values: Sequence[ir.Value]) -> None:
+        """Drop those of `values` that the function owns, or that the guards handed over."""
+        for array, slots in (
+            (self._owned, self._slots),
+            (self.entry.arguments[2], self._fetched),
+        ):
+            places = sorted(slots[value] for value in values if value in slots)
+            while places:
+                first, n = places[0], 1
+                while n < len(places) and places[n] == first + n:
+                    n += 1
+                with ir.InsertionPoint(self.block):
+                    start = self._element(array, first)
+                self._call(_RELEASE, _RELEASE_TYPE, [start, self.integer("i64", n)])
+                places = places[n:]
 
     def finish(self, value: ir.Value) -> None:
         """Return `value` as a hit."""
         self._call("Py_IncRef", "!llvm.func<void (ptr)>", [value])
         with ir.InsertionPoint(self.block):
             llvm.StoreOp(value, self.entry.arguments[1])
-        self._branch(self._releases[-1], self.integer("i32", HIT))
+        self.leave(HIT)
+
+    def leave(self, status: int) -> None:
+        """End the current block: drop what is owned, and return `status`."""
+        arguments = [self.integer("i32", status), self._n_owned()]
+        with ir.InsertionPoint(self.block):
+            llvm.BrOp(arguments, self._exit)
 
     def _external_object(self, name: str, value: Any) -> ir.Value:
         if name not in self.symbols:
@@ -438,10 +505,6 @@ class Context:
             llvm.CondBrOp(is_null, [], [], if_null, after)
         self.block = after
         return if_null
-
-    def _branch(self, target: ir.Block, status: ir.Value) -> None:
-        with ir.InsertionPoint(self.block):
-            llvm.BrOp([status], target)
 
     def _declare(self, name: str, signature: str) -> ir.OpView:
         with ir.InsertionPoint(self.module.body):
@@ -520,21 +583,19 @@ def lower_list_or_dict(context: Context, op: ir.Operation, operands: list[ir.Val
 @plan_rule("get_attr")
 def lower_get_attr(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
     name = context.object(op.attributes["object"].value)
-    return context.call("PyObject_GetAttr", "!llvm.func<ptr (ptr, ptr)>", [operands[0], name])
+    return context.get("trident_get_attr", operands[0], name)
 
 
 @plan_rule("get_item")
 def lower_get_item(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
-    return context.call("PyObject_GetItem", "!llvm.func<ptr (ptr, ptr)>", operands)
+    return context.get("trident_get_item", *operands)
 
 
 @plan_rule(*_PROPERTIES)
 def lower_property(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
     no_dimension = "object" not in op.attributes
     dimension = context.null() if no_dimension else context.object(op.attributes["object"].value)
-    out = context.space(1)
-    function = f"trident_{op.name.removeprefix('scm.')}"
-    return context.status_call(function, [*operands, dimension, out], out, 1)[0]
+    return context.get(f"trident_{op.name.removeprefix('scm.')}", operands[0], dimension)
 
 
 @plan_rule("as_number")

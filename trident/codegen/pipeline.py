@@ -202,6 +202,8 @@ def _emit_plan(
         plan = analyze(code, emitter.program.framelocals(), known)
         if plan.call is not None and signature is None:
             raise UnsupportedPlan(f"the graph has no host program: {built.program_reason}")
+        if signature is not None and plan.n_outputs not in (None, len(signature.outputs)):
+            raise UnsupportedPlan(f"the graph has {len(signature.outputs)} outputs")
     except UnsupportedPlan as error:
         built.plan_reason = str(error)
         emitter.run_code(built.plan_reason)

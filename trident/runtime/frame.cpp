@@ -5,6 +5,7 @@
 #include <alloca.h>
 #include <cstring>
 #include <optional>
+#include <utility>
 
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -119,15 +120,17 @@ bool plan_fits(const Specialization *s, const PyFunctionObject *function) {
 }
 
 /* Runs a native plan; the result, null with an error set, or kMiss. A profiler sees the region. */
-PyObject *run_plan(Scm *scm, Specialization *s, PyObject *const *locals, const Fetched &fetched,
-                   const PyFunctionObject *function) {
+PyObject *run_plan(Scm *scm, Specialization *s, PyObject *const *locals, Fetched *fetched,
+                   const PyFunctionObject *function, bool may_call) {
   PyObject *result = nullptr;
   std::optional<at::RecordFunction> region;
   if (!s->annotation.empty()) { /* frames that Dynamo skips have no region */
     auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
     if (observers.has_value()) region.emplace(std::move(*observers)).before(s->annotation.c_str());
   }
-  const int32_t status = s->plan(locals, &result, fetched.data(), function->func_closure);
+  const bool outer_may_call = std::exchange(plan_may_call, may_call);
+  const int32_t status = s->plan(locals, &result, fetched->data(), function->func_closure);
+  plan_may_call = outer_may_call;
   if (status == 0) {
     scm->counters.hits++;
     s->hits++;
@@ -260,7 +263,7 @@ PyObject *hook_dispatch(HookCall &c) {
     if (c.record.frame != dynamo::Action::skip) record_miss(c.scm, c.code);
   } else if (plan_fits(s, frame_function(c.frame))) {
     c.scm->misses_in_a_row = 0;
-    result = run_plan(c.scm, s, locals, fetched, frame_function(c.frame));
+    result = run_plan(c.scm, s, locals, &fetched, frame_function(c.frame), true);
     if (result != kMiss) plan_done(c);
   } else {
     c.scm->misses_in_a_row = 0;
@@ -438,7 +441,7 @@ PyObject *door_dispatch(Door *door, PyFunctionObject *function, const CallArgume
       Py_DECREF(active);
     }
     if (s != nullptr && result == kMiss && !s->may_call && plan_fits(s, function)) {
-      result = run_plan(scm, s, locals, fetched, function);
+      result = run_plan(scm, s, locals, &fetched, function, false);
       if (!skips && result != kMiss) dynamo::fullgraph_count_hit(); /* as within a fullgraph caller */
     }
     specialization_unref(s);

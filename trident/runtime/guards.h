@@ -52,7 +52,7 @@ struct Row {
 };
 static_assert(sizeof(Row) == 48, "Row layout");
 
-/* Objects that a run of guards hands over to the plan; owns them. */
+/* Objects that a run of guards hands over to the plan; owns those that the plan does not set to null. */
 class Fetched {
 public:
   Fetched() = default;
@@ -60,10 +60,10 @@ public:
   ~Fetched() { clear(); }
   void add(PyObject *o) { objects_.push_back(Py_NewRef(o)); }
   void clear() {
-    for (PyObject *o : objects_) Py_DECREF(o);
+    for (PyObject *o : objects_) Py_XDECREF(o);
     objects_.clear();
   }
-  PyObject *const *data() const { return objects_.data(); }
+  PyObject **data() { return objects_.data(); }
 
 private:
   c10::SmallVector<PyObject *, 32> objects_;

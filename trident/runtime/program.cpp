@@ -339,6 +339,24 @@ int32_t get_property(PyObject *tensor, PyObject *dimension, PyObject **out, Prop
   return *out == nullptr;
 }
 
+/* Is an attribute found without running Python code? */
+bool attribute_is_plain(PyObject *owner, PyObject *name) {
+  PyTypeObject *type = Py_TYPE(owner);
+  if (PyModule_CheckExact(owner)) return PyDict_GetItemWithError(PyModule_GetDict(owner), name) != nullptr;
+  if (type->tp_getattro != PyObject_GenericGetAttr) return false;
+  PyObject *found = _PyType_Lookup(type, name);
+  if (found == nullptr) return true; /* in the instance, or an error */
+  PyTypeObject *kind = Py_TYPE(found);
+  return kind->tp_descr_get == nullptr || kind == &PyMemberDescr_Type || kind == &PyGetSetDescr_Type ||
+         kind == &PyMethodDescr_Type || kind == &PyFunction_Type;
+}
+
+/* Is an item found without running Python code? */
+bool item_is_plain(PyObject *owner, PyObject *key) {
+  const bool plain_key = PyUnicode_CheckExact(key) || PyLong_CheckExact(key);
+  return plain_key && (PyDict_CheckExact(owner) || PyList_CheckExact(owner) || PyTuple_CheckExact(owner));
+}
+
 bool get_integers(PyObject *description, ProgramArgument *out) {
   int is_list, is_row;
   PyObject *items;
@@ -500,6 +518,9 @@ uintptr_t program_function_address(const char *name) {
   TRIDENT_FUNCTION(trident_build_list)
   TRIDENT_FUNCTION(trident_build_dict)
   TRIDENT_FUNCTION(trident_get_global)
+  TRIDENT_FUNCTION(trident_release)
+  TRIDENT_FUNCTION(trident_get_attr)
+  TRIDENT_FUNCTION(trident_get_item)
   TRIDENT_FUNCTION(trident_store_cell)
   TRIDENT_FUNCTION(trident_get_size)
   TRIDENT_FUNCTION(trident_get_stride)
@@ -518,6 +539,8 @@ uintptr_t program_function_address(const char *name) {
 #undef TRIDENT_FUNCTION
   return 0;
 }
+
+thread_local bool plan_may_call = false;
 
 bool program_is_observed() { return at::hasCallbacks(); }
 
@@ -576,6 +599,22 @@ PyObject *trident_get_global(PyObject *globals, PyObject *name) {
       PyErr_Format(PyExc_NameError, "name '%U' is not defined", name);
   }
   return Py_XNewRef(value);
+}
+
+void trident_release(PyObject **objects, int64_t n) {
+  for (int64_t i = 0; i < n; i++) Py_CLEAR(objects[i]);
+}
+
+int32_t trident_get_attr(PyObject *owner, PyObject *name, PyObject **out) {
+  if (!plan_may_call && !attribute_is_plain(owner, name)) return 2;
+  *out = PyObject_GetAttr(owner, name);
+  return *out == nullptr;
+}
+
+int32_t trident_get_item(PyObject *owner, PyObject *key, PyObject **out) {
+  if (!plan_may_call && !item_is_plain(owner, key)) return 2;
+  *out = PyObject_GetItem(owner, key);
+  return *out == nullptr;
 }
 
 int32_t trident_store_cell(PyObject *closure, PyObject *number, PyObject *value) {

@@ -105,6 +105,9 @@ PyObject *abi_scalar_bytes(PyObject *number, bool optional);
 /* The number in C++ of a dtype, layout, memory format, or device (type, then index); null with an error. */
 PyObject *abi_enum_number(PyObject *value);
 
+/* May a plan of this thread run Python when it fetches something? Set before each. */
+extern thread_local bool plan_may_call;
+
 /* True when somebody watches operators (a profiler): then the graph runs as stock runs it. */
 bool program_is_observed();
 
@@ -120,7 +123,14 @@ PyObject *trident_build_list(PyObject *const *items, int64_t n);
 PyObject *trident_build_dict(PyObject *const *items, int64_t n);
 PyObject *trident_get_global(PyObject *globals, PyObject *name);
 int32_t trident_store_cell(PyObject *closure, PyObject *number, PyObject *value);
-/* For plans, as trident_program_run: the size or stride of a dimension, or the storage offset, of a tensor. */
+/* Drops these, and sets them to null. */
+void trident_release(PyObject **objects, int64_t n);
+
+/* Functions for plans that fetch before the graph runs: as trident_program_run. Stock is to run the frame
+ * (2) where this thread's plan may not run Python and Python code would run. */
+int32_t trident_get_attr(PyObject *owner, PyObject *name, PyObject **out);
+int32_t trident_get_item(PyObject *owner, PyObject *key, PyObject **out);
+/* The size or stride of a dimension, or the storage offset, of a tensor. */
 int32_t trident_get_size(PyObject *tensor, PyObject *dimension, PyObject **out);
 int32_t trident_get_stride(PyObject *tensor, PyObject *dimension, PyObject **out);
 int32_t trident_get_storage_offset(PyObject *tensor, PyObject *unused, PyObject **out);

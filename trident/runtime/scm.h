@@ -17,7 +17,7 @@ enum class Status : int32_t { hit = 0, miss = 1, raised = 2, run_code = 3 };
 
 /* 0 with a new reference in *result, 1 with a Python error set, 2 if stock is to run the frame (nothing
  * has happened yet). `fetched`: what the guards hand over; `closure`: of the function, or null. */
-using PlanFunction = int32_t (*)(PyObject *const *locals, PyObject **result, PyObject *const *fetched,
+using PlanFunction = int32_t (*)(PyObject *const *locals, PyObject **result, PyObject **fetched,
                                  PyObject *closure);
 
 struct Specialization {
