@@ -87,6 +87,11 @@ def indexing(x: Any, y: Any, w: Any) -> Any:
 
 
 @function
+def a_tensor_and_a_list(x: Any, y: Any, w: Any) -> Any:
+    return torch.histogramdd(x[:, :2].contiguous(), (2, 3))
+
+
+@function
 def where_and_masks(x: Any, y: Any, w: Any) -> Any:
     return torch.where(x > y, x, 0.0), x.masked_fill(y > 0, float("-inf")), x.clamp(min=-0.5, max=1)
 

@@ -156,7 +156,8 @@ def _result(
     if not results:
         return "none", None
     if len(results) > 1:
-        return None if any(written) else ("tuple", results)
+        plain = not any(written) and not any(isinstance(result, list) for result in results)
+        return ("tuple", results) if plain else None
     (result,) = results
     if isinstance(result, list):
         return "list", (result[0] if result else 0, len(result))  # neighbouring slots

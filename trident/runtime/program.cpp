@@ -673,7 +673,10 @@ void trident_program_autocast_exit(ProgramState *state) {
   at::autocast::set_autocast_cache_enabled(before.cache);
 }
 
-void trident_program_after(ProgramState *state) { after_operator(state); }
+void trident_program_after(ProgramState *state, int32_t slot) {
+  after_operator(state);
+  if (slot >= 0) state->slots[slot].reset();
+}
 
 void *trident_program_scalar(ProgramState *state, int32_t row) {
   return &state->scalars.emplace_back(number(state->program, row, state->integers));

@@ -143,8 +143,8 @@ void trident_program_grad_mode(ProgramState *state, int32_t enabled);
 void trident_program_autocast_enter(ProgramState *state, int32_t device, int32_t dtype, int32_t enabled,
                                     int32_t cache);
 void trident_program_autocast_exit(ProgramState *state);
-/* After an operator that JIT'd code called itself: warnings, signals. */
-void trident_program_after(ProgramState *state);
+/* After an operator that JIT'd code called itself: warnings, signals; and releases a slot, unless it is -1. */
+void trident_program_after(ProgramState *state, int32_t slot);
 /* A new optional c10::Scalar, which starts with its value, of a row of the integers. */
 void *trident_program_scalar(ProgramState *state, int32_t row);
 /* A new list of optional tensors, until the next one or trident_program_drop_list. */
