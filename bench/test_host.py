@@ -127,11 +127,12 @@ def test_host_decoder(benchmark: Any, record: Record, device: str) -> None:
                 for _ in range(2):
                     ours(*inputs)
             (entry,) = runtime.module_of(Decoder.forward.__code__).entries[:1]
-            assert entry.built is not None
+            built = entry.built
+            assert built is not None
             compile_s.append(stock)
             trace_s.append(sum(traces))
-            build_s.append(entry.built.build_s)
-        operators = entry.built.n_operators
+            build_s.append(built.build_s)
+        operators = built.n_operators
         torch._dynamo.reset()
         comparison = compare(model, inputs, round_s=0.1)
         benchmark(model, *inputs)

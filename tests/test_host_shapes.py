@@ -650,7 +650,7 @@ def test_training_a_module(fresh: None, dynamic: Any) -> None:
 # ---- what tracing leaves behind ----
 
 _OF_SHAPE_ENV = (
-    *("guards", "replacements", "var_to_range", "var_to_val", "backed_var_to_val", "divisible"),
+    *("guards", "replacements", "var_to_range", "backed_var_to_val", "divisible"),
     *("deferred_runtime_asserts", "num_deferred_runtime_asserts", "axioms", "size_like"),
     *("unbacked_symint_counter", "unbacked_symfloat_counter", "source_to_var", "val_to_var"),
 )

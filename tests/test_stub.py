@@ -9,6 +9,7 @@ from typing import Any
 
 from trident import _frame
 
+SPECIAL = {"__init__", "__call__"}
 STUB = ast.parse(Path(_frame.__file__).with_name("_frame.pyi").read_text())
 
 
@@ -36,11 +37,11 @@ def test_functions() -> None:
 def test_classes() -> None:
     for stub in (n for n in STUB.body if isinstance(n, ast.ClassDef)):
         native = getattr(_frame, stub.name)
-        names = {n.name for n in stub.body if isinstance(n, ast.FunctionDef)} - {"__init__"}
+        names = {n.name for n in stub.body if isinstance(n, ast.FunctionDef)} - SPECIAL
         assert names == {n for n in vars(native) if not n.startswith("_") and n != "framelocals"}, (
             stub.name
         )
         for method in (n for n in stub.body if isinstance(n, ast.FunctionDef)):
-            if method.name != "__init__" and not method.decorator_list:
+            if method.name not in SPECIAL and not method.decorator_list:
                 actual = native_parameters(getattr(native, method.name))
                 assert parameters(method) == actual, f"{stub.name}.{method.name}"

@@ -73,7 +73,8 @@ def emit_program(table: ProgramTable, module: ir.Module) -> tuple[dict[str, int]
                 writer.next_part()
             if name == "direct":
                 released = steps[number + 1][1][0] if _is_released_after(steps, number) else -1
-                writer.direct(*values, released)
+                call, step = values
+                writer.direct(call, step, released)
             elif not _is_released_after(steps, number - 1):
                 writer.call(name, values)
         return writer.finish(table.memory)
