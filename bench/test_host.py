@@ -132,7 +132,7 @@ def test_host_decoder(benchmark: Any, record: Record, device: str) -> None:
             compile_s.append(stock)
             trace_s.append(sum(traces))
             build_s.append(built.build_s)
-        operators = built.n_operators
+            operators = built.n_operators
         torch._dynamo.reset()
         comparison = compare(model, inputs, round_s=0.1)
         benchmark(model, *inputs)
