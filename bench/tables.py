@@ -121,6 +121,18 @@ def other_lines(results: dict[str, Result]) -> list[str]:
             f"{int(n):,}: {f['traced_s'][n]:.2f} + {f['built_s'][n]:.2f} s" for n in f["built_s"]
         )
         lines.append(f"- Tracing + building a host program, by operators: {each}.")
+    if (found := results.get("host_small_loop")) is not None:
+        f = found["figures"]
+        lines.append(
+            f"- `relu(x + y) * 2` takes {f['ratio']:.2f} of the time of a C++ function that Python "
+            f"calls (goal ≤ {f['target']})."
+        )
+    if (found := results.get("host_chain_loop")) is not None:
+        n = found["figures"]["operators"]
+        ours, loop = (found["timings"][name]["median_ns"] / n for name in ("Trident", "C++"))
+        lines.append(
+            f"- An operator in a chain of {n:,} takes {ours:.0f} ns, in a C++ loop {loop:.0f} ns."
+        )
     if (found := results.get("host_decoder[cpu]")) is not None:
         f = found["figures"]
         lines.append(

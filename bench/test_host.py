@@ -170,6 +170,75 @@ def test_host_training(benchmark: Any, record: Record, device: str) -> None:
     keep(record, comparison)
 
 
+LOOP = """
+#include <torch/extension.h>
+at::Tensor small(const at::Tensor &x, const at::Tensor &y) { return at::relu(x + y) * 2; }
+at::Tensor chain(at::Tensor x, const at::Tensor &y, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x = at::relu(x + y);
+  return x;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same operators called by C++, without Dynamo or Python in between."""
+    from torch.utils.cpp_extension import is_ninja_available, load_inline
+
+    if not is_ninja_available():
+        pytest.skip("torch builds extensions with ninja, which is not there")
+    return load_inline(
+        "loop",
+        LOOP,
+        functions=["small", "chain"],
+        extra_cflags=["-O2"],
+        build_directory=str(tmp_path_factory.mktemp("loop")),
+    )
+
+
+def against_the_loop(f: Callable[..., Any], g: Callable[..., Any], *inputs: Any) -> Comparison:
+    ours = torch.compile(f, backend="trident")
+    with trident.enable():
+        for _ in range(3):
+            assert torch.equal(ours(*inputs), g(*inputs))
+        assert trident.stats().hits > 0
+    return interleave(
+        {
+            "C++": Variant("f(*x)", {"f": g, "x": inputs}),
+            "Trident": Variant("f(*x)", {"f": ours, "x": inputs}, trident.enable),
+        }
+    )
+
+
+def test_host_small_loop(benchmark: Any, record: Record, loop: Any) -> None:
+    """Three small operators, against a C++ function that Python calls."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return torch.relu(x + y) * 2
+
+    inputs = torch.randn(16), torch.randn(16)
+    comparison = against_the_loop(function, loop.small, *inputs)
+    benchmark(function, *inputs)
+    record(comparison, ratio=comparison.ratio("Trident", "C++"), target=1.25)
+
+
+def test_host_chain_loop(benchmark: Any, record: Record, loop: Any) -> None:
+    """1,000 small operators, against a loop in C++."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(500):
+            x = torch.relu(x + y)
+        return x
+
+    def in_cpp(x: Tensor, y: Tensor) -> Any:
+        return loop.chain(x, y, 500)
+
+    inputs = torch.randn(16), torch.randn(16)
+    comparison = against_the_loop(function, in_cpp, *inputs)
+    benchmark(in_cpp, *inputs)
+    record(comparison, ratio=comparison.ratio("Trident", "C++"), operators=1000)
+
+
 def test_host_build(benchmark: Any, record: Record) -> None:
     """Seconds to trace and to build chains of 100, 1,000 and 3,000 operators."""
     traced: dict[int, float] = {}
