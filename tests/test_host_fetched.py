@@ -54,6 +54,8 @@ def scenario(table: dict[str, tuple[Scenario, int]], native: int, as_eager: bool
     return add
 
 
+# torch 2.11's shortcut by dict tags may skip a check of aliases that fails; ours is never skipped.
+@torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False)
 def run(name: str, f: Scenario, native: int) -> None:
     expected = f(lambda g: g)
     reset_compilations()

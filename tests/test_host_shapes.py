@@ -452,7 +452,9 @@ def test_no_plain_ints(fresh: None, number: Any) -> None:
             assert_same(rounds(g, calls), expected)
             before = hits(f.__name__)[0]
             g(*calls[2]())
-            assert hits(f.__name__)[0] == before + 1
+            (frame,) = trident.explain(g).frames
+            # torch 2.11 gives up the frame for an int subclass.
+            assert hits(f.__name__)[0] == before + 1 or frame.skipped
 
 
 def divides_by_it(x: Any, n: Any) -> Any:
