@@ -1,6 +1,7 @@
 # make build   the environment in .venv and the extension in place
 # make demo    the same, then the main job: examples/decoder.py eager, compiled, under Trident
 # make test    the same, then the tests          make lint    ruff and mypy
+# make test-ops  all of PyTorch's own samples of its operators, about an hour
 # make bench   the same, then the benchmarks     make clean   removes what was built, not .venv
 #
 # Variables:  PYTHON=python3.12   TORCH="torch==2.11.0"   TESTS="tests/codegen -k golden"
@@ -12,12 +13,13 @@ PIP_FLAGS ?=
 TESTS ?=
 DEMO ?=
 BENCH ?= bench
+OPS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test lint bench tables clean
+.PHONY: build demo test test-ops lint bench tables clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -67,6 +69,10 @@ demo: build
 test: build
 	$(call say,"tests")
 	$(RUN) -m pytest $(TESTS)
+
+test-ops: build
+	$(call say,"PyTorch's own samples of its operators: about an hour; OPS=\"--every 10\" takes a part")
+	$(RUN) -m tests.op_samples $(OPS)
 
 lint: $(DEPS)
 	$(call say,"lint")
