@@ -219,7 +219,6 @@ def specialized_by_operator(x: Any, k: Any) -> Any:
     return torch.nan_to_num(x / 0, posinf=k)
 
 
-@pytest.mark.xfail(strict=True, reason="a float that Dynamo specialized becomes a constant: 0.0")
 @pytest.mark.parametrize("f", [branches_on_it, specialized_by_operator])
 def test_negative_zero(fresh: None, f: Any) -> None:
     """The guard is ``k == 0.0``, which -0.0 passes, and stock's graph takes the item."""
@@ -289,7 +288,6 @@ def changed_through_an_alias(compile_: Compile) -> Any:
     return found
 
 
-@pytest.mark.xfail(strict=True, reason="an item of a user's tensor is read as if it were a float")
 @pytest.mark.parametrize("name", ITEMS)
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_items_of_inputs(fresh: None, name: str) -> None:
@@ -337,12 +335,6 @@ def test_numbers(fresh: None, dtype: torch.dtype) -> None:
 
 
 BESIDE_IN: dict[str, Scenario] = {}
-BROKEN = {
-    "saved_numbers": "Meta.requires_grad is always False: values of traced nodes are detached",
-    "built_in_inference_mode": "the program's numbers become inference tensors",
-    "dual_numbers": "a wrapped number that is float32 has no Python object",
-    "overridden_in_python": "a wrapped number that is float32 has no Python object",
-}
 
 
 def beside(f: Scenario) -> Scenario:
@@ -458,15 +450,7 @@ def of_the_default_dtype(compile_: Compile) -> Any:
     return found
 
 
-def with_marks(table: dict[str, Any]) -> list[Any]:
-    def mark(name: str) -> Any:
-        reason = BROKEN.get(name)
-        return [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-
-    return [pytest.param(name, marks=mark(name)) for name in table]
-
-
-@pytest.mark.parametrize("name", with_marks(BESIDE_IN))
+@pytest.mark.parametrize("name", BESIDE_IN)
 def test_numbers_beside_tensors(fresh: None, name: str) -> None:
     same_as_stock(BESIDE_IN[name])
 
@@ -693,10 +677,6 @@ def fx_flag() -> Iterator[None]:
     torch.fx._symbolic_trace._is_fx_tracing_flag = False
 
 
-FX = "the trace sets FX's flag for all threads, for which stock's backend has no need"
-
-
-@pytest.mark.xfail(strict=True, reason=FX)
 def test_make_fx_of_another_thread(enabled: None, fx_flag: None) -> None:
     """It begins while Dynamo traces and ends while Trident does, which puts back what it saw."""
     inside, go = threading.Event(), threading.Event()

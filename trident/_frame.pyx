@@ -414,7 +414,7 @@ def dynamo_record(code):
 def initialize(*, wrapper_code, int target_cell, int callback_cell, find_door, strict_check,
                tuple hook_names, dict global_hooks, tuple global_hook_names,
                tuple module_codes, flags, backend_matcher,
-               dict device_dict, forward_ad) -> None:
+               dict device_dict, forward_ad, set python_kernels) -> None:
     """Hands the runtime the Python objects that it reads or calls; once per process."""
     cdef Setup setup
     cdef PyObject *accepts_or_null
@@ -437,6 +437,7 @@ def initialize(*, wrapper_code, int target_cell, int callback_cell, find_door, s
         add_flag(<PyObject *>flag_dict, <PyObject *>name, <PyObject *>expected, accepts_or_null)
     set_backend_matcher(<PyObject *>backend_matcher)
     set_guard_modules(<PyObject *>device_dict, <PyObject *>forward_ad)
+    set_python_kernels(<PyObject *>python_kernels)
 
 
 def callback_died(_reference=None) -> None:

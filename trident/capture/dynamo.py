@@ -341,6 +341,13 @@ def property_step(function: Any) -> str | None:
     return None
 
 
+def python_kernels() -> set[str]:
+    """The kernels that were registered from Python, "namespace/operator/key" (2.11 to 2.15); a set
+    with a name of aten, as if there were some, if this torch does not say."""
+    found = getattr(torch.library, "_impls", None)
+    return found if type(found) is set else {"aten/unknown"}
+
+
 def makes_tensor(function: Any) -> bool:
     """Is it what Dynamo's code calls to turn a float into a tensor for the graph (2.11 to 2.15)?"""
     return function is getattr(torch, "_as_tensor_fullprec", None)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import operator
 import re
 import threading
@@ -27,12 +28,14 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     ShapeEnv,
     free_unbacked_symbols,
 )
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from trident.capture.patching import Patches
 from trident.errors import UnsupportedGraph
@@ -48,6 +51,8 @@ _KEY = "trident"
 # Where a traced module has, for each autocast region that it enters, what the user said of its
 # cache: None for nothing. (The tracer turns the cache off, and would record that.)
 AUTOCAST_CACHES = "trident_autocast_caches"
+# Where it has whether autograd may record any of its operators.
+RECORDS_GRADIENTS = "trident_records_gradients"
 # They change what a tensor is, not what it holds: the trace would change its example, too, and
 # eager's checks (of a leaf, say) depend on more than its metadata.
 _METADATA_MUTATIONS = frozenset(
@@ -159,8 +164,7 @@ def _trace(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         torch.fx.traceback.preserve_node_meta(),
     ):
         copies = [_copy(example) for example in examples]
-        make_fx = proxy_tensor.make_fx
-        traced = make_fx(interpreter.run, tracing_mode="real", pre_dispatch=True)(*copies)
+        traced = _make_fx(interpreter.run, copies)
         interpreter.compare()
     constants = [node for node in traced.graph.nodes if node.op == "get_attr"]
     if interpreter.of_symbol and constants:
@@ -168,7 +172,51 @@ def _trace(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     for node in traced.graph.nodes:
         node.meta[_KEY] = _given(node.meta.pop("val", None))
     traced.meta[AUTOCAST_CACHES] = interpreter.autocast_caches
+    traced.meta[RECORDS_GRADIENTS] = _records_gradients(module.graph, examples)
     return traced
+
+
+# What FX sets or patches, for all threads, while it traces.
+_FX_STATE: tuple[tuple[Any, str], ...] = (
+    (_symbolic_trace, "_is_fx_tracing_flag"),
+    (torch.nn.Module, "__call__"),
+    (torch.nn.Module, "__getattr__"),
+)
+
+
+def _make_fx(run: Callable[..., Any], inputs: list[Any]) -> torch.fx.GraphModule:
+    """``make_fx``, without what it does to other threads, and needs not for a graph of Dynamo's:
+    they see FX's flag and patches as they were. (Two traces at once could leave them for good.)"""
+    state = [vars(owner)[name] for owner, name in _FX_STATE]
+
+    def put_back() -> None:
+        for (owner, name), value in zip(_FX_STATE, state, strict=True):
+            if vars(owner)[name] is not value:
+                setattr(owner, name, value)
+
+    def run_and_keep(*arguments: Any) -> Any:
+        put_back()
+        try:
+            return run(*arguments)
+        finally:
+            state[:] = [vars(owner)[name] for owner, name in _FX_STATE]
+
+    try:
+        make_fx = proxy_tensor.make_fx(run_and_keep, tracing_mode="real", pre_dispatch=True)
+        traced: torch.fx.GraphModule = make_fx(*inputs)
+    finally:
+        put_back()
+    return traced
+
+
+def _records_gradients(graph: torch.fx.Graph, examples: list[Any]) -> bool:
+    tensors = [example for example in examples if isinstance(example, torch.Tensor)]
+    enables = any(
+        node.target is torch._C._set_grad_enabled and node.args[0] is not False
+        for node in graph.nodes
+    )
+    enabled = torch.is_grad_enabled() or enables
+    return enabled and any(tensor.requires_grad for tensor in tensors)
 
 
 def _given(value: Any) -> Any:
@@ -275,7 +323,22 @@ def _fakes(value: Any) -> Iterator[FakeTensor]:
             yield from _fakes(item)
 
 
-_Example = torch.Tensor | torch.SymInt | torch.SymFloat | int
+def _float(node: torch.fx.Node) -> torch.SymFloat | float:
+    """Of a float, which Dynamo passes as a tensor, of which the graph takes the item."""
+    items = [user.meta.get("example_value") for user in node.users if user.target == "item"]
+    if not items or len(items) < len(node.users) or not isinstance(items[0], torch.SymFloat):
+        raise UnsupportedGraph(f"its input {node.name} is a float that is used as a tensor")
+    expression = items[0].node.expr
+    if expression.is_Symbol and symbol_is_type(expression, SymT.FLOAT):
+        return items[0]
+    value = float(expression) if expression.is_number else 0.0
+    if value == 0 or not math.isfinite(value):
+        # Dynamo specialized it, and guards for equality: -0.0 passes for 0.0.
+        raise UnsupportedGraph(f"its input {node.name} is a float that Dynamo specialized")
+    return value
+
+
+_Example = torch.Tensor | torch.SymInt | torch.SymFloat | int | float
 # They make a constant of a symbolic number while they are traced.
 _CONSTANT_MAKERS = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
 
@@ -285,10 +348,8 @@ def _example(node: torch.fx.Node) -> _Example:
     if isinstance(value, torch.SymInt):
         # torch.as_tensor, say, of a symbolic number keeps 32 bits of it.
         return int(value.node.expr) if value.node.expr.is_number else value
-    # Dynamo passes a float as a tensor, of which the graph takes the item.
-    items = [user.meta.get("example_value") for user in node.users if user.target == "item"]
-    if items and len(items) == len(node.users) and isinstance(items[0], torch.SymFloat):
-        return items[0]
+    if getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False):
+        return _float(node)
     if not isinstance(value, FakeTensor) or type(value) not in (FakeTensor, torch.nn.Parameter):
         raise UnsupportedGraph(f"its input {node.name} is no plain tensor")
     if value.layout is not torch.strided or value.is_quantized or value.is_nested:
@@ -346,7 +407,7 @@ class _Interpreter(torch.fx.Interpreter):
             raise UnsupportedGraph(f"{n.target} has no native form")
         if n.op == "call_method" and n.target == "item":
             (source,) = self.fetch_args_kwargs_from_env(n)[0]
-            if isinstance(source, torch.SymFloat):
+            if isinstance(source, (torch.SymFloat, float)):
                 return source
         known = "example_value" in n.meta or isinstance(n.target, torch._ops.OpOverload)
         if n.op.startswith("call") and not known and n.target not in _WITHOUT_VALUE:

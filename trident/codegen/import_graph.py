@@ -17,7 +17,14 @@ import torch
 from torch_mlir import ir
 
 from trident import _frame
-from trident.capture.graph import AUTOCAST_CACHES, Line, Meta, given_by, line_of
+from trident.capture.graph import (
+    AUTOCAST_CACHES,
+    RECORDS_GRADIENTS,
+    Line,
+    Meta,
+    given_by,
+    line_of,
+)
 from trident.codegen.dialect import Emitter, safe_text
 from trident.codegen.integers import Integers, is_float
 from trident.errors import UnsupportedGraph
@@ -357,12 +364,14 @@ _CONVERTED = (torch.float32, torch.float64)
 
 
 def _dtype_of_number(target: Any, node: torch.fx.Node, number: Any) -> torch.dtype | None:
-    """The dtype to which the number can be converted beforehand: nobody can tell the difference,
-    as no gradient is recorded, which would keep the number."""
+    """The dtype to which the number can be converted beforehand, where autograd, which would keep
+    the number, records nothing."""
     schema, result = target._schema, given_by(node)
     if schema.name.removeprefix("aten::") not in _CONVERTING or schema.overload_name != "Tensor":
         return None
-    if type(number) not in (int, float) or not isinstance(result, Meta) or result.requires_grad:
+    owner = node.graph.owning_module
+    records = owner is None or owner.meta.get(RECORDS_GRADIENTS, True)
+    if type(number) not in (int, float) or not isinstance(result, Meta) or records:
         return None
     metas = [given_by(used) for used in node.all_input_nodes]
     cpu = all(isinstance(meta, Meta) and meta.device.type == "cpu" for meta in metas)

@@ -26,8 +26,7 @@ _RANGE = range(-(2**63), 2**63)
 
 def is_float(expression: Any) -> bool:
     """Is this the sympy symbol of a float?"""
-    kinds = (SymT.FLOAT, SymT.UNBACKED_FLOAT)
-    return isinstance(expression, sympy.Symbol) and symbol_is_type(expression, kinds)
+    return isinstance(expression, sympy.Symbol) and symbol_is_type(expression, SymT.FLOAT)
 
 
 class Integers:

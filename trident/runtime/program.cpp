@@ -6,9 +6,11 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
@@ -254,7 +256,8 @@ constexpr int64_t kSmallestInteger = -(int64_t(1) << 62); /* a c10::SymInt holds
 bool double_of_tensor(PyObject *o, double *out) {
   if (!plain_tensor(o)) return false;
   const at::Tensor &tensor = THPVariable_Unpack(o);
-  if (tensor.dim() != 0 || tensor.scalar_type() != at::kDouble || !tensor.device().is_cpu()) return false;
+  if (tensor.dim() != 0 || tensor.scalar_type() != at::kDouble || !tensor.device().is_cpu() || tensor.is_neg())
+    return false;
   *out = *tensor.const_data_ptr<double>();
   return true;
 }
@@ -315,6 +318,38 @@ c10::Scalar number(const HostProgram *program, int row, const int64_t *integers)
   double value;
   std::memcpy(&value, &integers[row], sizeof(value));
   return c10::Scalar(value);
+}
+
+PyObject *python_kernels_ = nullptr;
+
+/* "aten/add_.Tensor/CPU", say: of the operators for which import_graph.py has converted numbers. (torch
+ * itself registers kernels for meta tensors.) */
+bool is_kernel_of_converting(const char *text) {
+  const std::string kernel(text);
+  for (const char *name : {"add", "sub", "mul", "div"})
+    for (const char *in_place : {"", "_"}) {
+      const std::string start = std::string("aten/") + name + in_place + ".Tensor/";
+      if (kernel.rfind(start, 0) == 0) return kernel.substr(start.size()) != "Meta";
+    }
+  return false;
+}
+
+/* Forward-mode derivatives use the number beside a tensor, kernels written in Python see it. */
+bool only_kernels_see_numbers(HostProgram *program) {
+  if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr) return false;
+  if (python_kernels_ == nullptr || !PyAnySet_Check(python_kernels_)) return false;
+  const Py_ssize_t n = PySet_GET_SIZE(python_kernels_);
+  if (n == program->n_python_kernels) return true;
+  PyObject *key;
+  Py_ssize_t position = 0;
+  Py_hash_t hash;
+  while (_PySet_NextEntry(python_kernels_, &position, &key, &hash)) {
+    const char *text = PyUnicode_Check(key) ? PyUnicode_AsUTF8(key) : nullptr;
+    if (text == nullptr) PyErr_Clear();
+    if (text == nullptr || is_kernel_of_converting(text)) return false;
+  }
+  program->n_python_kernels = n;
+  return true;
 }
 
 /* As torch's argument parser makes one of a Python number. */
@@ -457,7 +492,7 @@ bool program_add_constant(HostProgram *program, int slot, PyObject *value, PyObj
     return false;
   }
   if (plain_tensor(value)) {
-    program->constants.emplace_back(slot, THPVariable_Unpack(value));
+    program->constants.push_back({slot, THPVariable_Unpack(value), {}});
     return true;
   }
   if (!PyLong_Check(value) && !PyFloat_Check(value) && !PyComplex_Check(value)) {
@@ -466,19 +501,23 @@ bool program_add_constant(HostProgram *program, int slot, PyObject *value, PyObj
   }
   try {
     torch::jit::ToIValueAllowNumbersAsTensors numbers(true);
-    at::Tensor tensor = torch::jit::toIValue(value, c10::TensorType::get()).toTensor();
+    c10::InferenceMode normal(false); /* whatever the mode of the call that builds */
+    at::Tensor tensor = torch::jit::toIValue(value, c10::TensorType::get()).toTensor(), converted;
     if (THPDtype_Check(dtype)) {
       at::AutoDispatchBelowADInplaceOrView guard; /* as where numbers become tensors */
-      tensor = tensor.to(((THPDtype *)dtype)->scalar_type);
-      tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+      converted = at::empty({}, tensor.options().dtype(((THPDtype *)dtype)->scalar_type));
+      converted.copy_(tensor);
+      program->converts = true;
     }
-    program->constants.emplace_back(slot, std::move(tensor));
+    program->constants.push_back({slot, std::move(tensor), std::move(converted)});
     return true;
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
     return false;
   }
 }
+
+void set_python_kernels(PyObject *kernels) { Py_XSETREF(python_kernels_, Py_NewRef(kernels)); }
 
 bool program_add_integer(HostProgram *program, const char *op, int64_t a, int64_t b) {
   static const char *const names[] = {
@@ -546,7 +585,7 @@ bool program_is_observed() { return at::hasCallbacks(); }
 
 extern "C" {
 
-int32_t trident_program_run(const HostProgram *program, PyObject *const *inputs, PyObject **outputs) {
+int32_t trident_program_run(HostProgram *program, PyObject *const *inputs, PyObject **outputs) {
   for (int i = 0; i < program->n_inputs; i++)
     if (!plain_tensor(inputs[i])) return 2;
   auto *integers = static_cast<int64_t *>(alloca(sizeof(int64_t) * (program->integers.size() + 1)));
@@ -563,7 +602,9 @@ int32_t trident_program_run(const HostProgram *program, PyObject *const *inputs,
     for (int i = 0; i < program->n_slots; i++) new (slots + i) at::Tensor();
   }
   for (int i = 0; i < program->n_inputs; i++) slots[i] = THPVariable_Unpack(inputs[i]);
-  for (const auto &constant : program->constants) slots[constant.first] = constant.second;
+  const bool convert = program->converts && only_kernels_see_numbers(program);
+  for (const ProgramConstant &constant : program->constants)
+    slots[constant.slot] = convert && constant.converted.defined() ? constant.converted : constant.value;
   for (auto [slot, row] : program->numbers) slots[slot] = number_tensor(number(program, row, integers));
   int32_t status = 0;
   {

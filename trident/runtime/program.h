@@ -63,6 +63,13 @@ struct ProgramLine {
   int line = 0; /* 0: unknown */
 };
 
+/* What a slot holds from the start. A number also has the form into which a CPU kernel would convert it
+ * first: a plain tensor, which is used where nobody but that kernel sees it. */
+struct ProgramConstant {
+  int slot;
+  at::Tensor value, converted;
+};
+
 struct HostProgram {
   int n_inputs = 0, n_slots = 0; /* the inputs that are tensors come first, in both */
   std::vector<IntegerRow> integers;
@@ -70,7 +77,9 @@ struct HostProgram {
   std::vector<std::pair<bool, int>> outputs; /* is it an integer, the row or slot */
   std::vector<std::vector<int>> lists; /* of optional tensors: slots, -1: None */
   std::vector<ProgramCall> calls;
-  std::vector<std::pair<int, at::Tensor>> constants; /* slot and what it holds from the start */
+  std::vector<ProgramConstant> constants;
+  bool converts = false; /* some constant has a converted form */
+  Py_ssize_t n_python_kernels = -1; /* how many there were when none was of such an operator */
   std::vector<ProgramLine> lines;    /* by step */
   ProgramFunction function = nullptr;
   int cudnn = -1; /* what torch.backends.cudnn.enabled must be, for operators that are passed it; -1: any */
@@ -85,12 +94,15 @@ struct HostProgram {
 int program_add_call(HostProgram *program, const char *name, const char *overload, PyObject *arguments,
                      PyObject *results);
 
-/* The slot holds this tensor, or the tensor that eager's bindings make of this number (converted to `dtype`
- * unless it is None), from the start; false with a Python error set. */
+/* The slot holds this tensor, or the tensor that eager's bindings make of this number, from the start; the
+ * latter may be converted to `dtype` unless that is None. False with a Python error set. */
 bool program_add_constant(HostProgram *program, int slot, PyObject *value, PyObject *dtype);
 
 /* Appends a row; false with a Python error set. */
 bool program_add_integer(HostProgram *program, const char *op, int64_t a, int64_t b);
+
+/* torch.library's set of the kernels that Python registered, "namespace/operator/key"; kept forever. */
+void set_python_kernels(PyObject *kernels);
 
 void program_add_line(HostProgram *program, const char *file, const char *function, int line);
 void program_set_function(HostProgram *program, uintptr_t address);
@@ -115,7 +127,7 @@ extern "C" {
 /* For plans: 0 with new references in `outputs`, 1 with a Python error set, 2 if stock is to run the
  * frame (an input is no plain tensor, an integer does not fit, or cuDNN was switched; nothing has happened
  * yet). Needs the GIL. */
-int32_t trident_program_run(const HostProgram *program, PyObject *const *inputs, PyObject **outputs);
+int32_t trident_program_run(HostProgram *program, PyObject *const *inputs, PyObject **outputs);
 
 /* For plans: a new list; a new dict of keys and values in turn; what the global is (NameError); into the
  * cell with this number (-1 with an error). */
