@@ -179,6 +179,7 @@ def _trace(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 # What FX sets or patches, for all threads, while it traces.
 _FX_STATE: tuple[tuple[Any, str], ...] = (
     (_symbolic_trace, "_is_fx_tracing_flag"),
+    (_symbolic_trace, "CURRENT_PATCHER"),
     (torch.nn.Module, "__call__"),
     (torch.nn.Module, "__getattr__"),
 )
@@ -187,25 +188,31 @@ _FX_STATE: tuple[tuple[Any, str], ...] = (
 def _make_fx(run: Callable[..., Any], inputs: list[Any]) -> torch.fx.GraphModule:
     """``make_fx``, without what it does to other threads, and needs not for a graph of Dynamo's:
     they see FX's flag and patches as they were. (Two traces at once could leave them for good.)"""
-    state = [vars(owner)[name] for owner, name in _FX_STATE]
 
-    def put_back() -> None:
-        for (owner, name), value in zip(_FX_STATE, state, strict=True):
-            if vars(owner)[name] is not value:
+    def get() -> list[Any]:
+        return [vars(owner).get(name) for owner, name in _FX_STATE]
+
+    def put(values: list[Any]) -> None:
+        for (owner, name), value in zip(_FX_STATE, values, strict=True):
+            if vars(owner).get(name) is not value:
                 setattr(owner, name, value)
 
     def run_and_keep(*arguments: Any) -> Any:
-        put_back()
+        nonlocal others
+        own = get()
+        put(others)
         try:
             return run(*arguments)
         finally:
-            state[:] = [vars(owner)[name] for owner, name in _FX_STATE]
+            others = get()
+            put(own)  # for what make_fx does at its end
 
+    others = get()
     try:
         make_fx = proxy_tensor.make_fx(run_and_keep, tracing_mode="real", pre_dispatch=True)
         traced: torch.fx.GraphModule = make_fx(*inputs)
     finally:
-        put_back()
+        put(others)
     return traced
 
 
