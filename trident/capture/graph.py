@@ -197,6 +197,8 @@ def _make_fx(run: Callable[..., Any], inputs: list[Any]) -> torch.fx.GraphModule
             if vars(owner).get(name) is not value:
                 setattr(owner, name, value)
 
+    others = get()
+
     def run_and_keep(*arguments: Any) -> Any:
         nonlocal others
         own = get()
@@ -207,7 +209,6 @@ def _make_fx(run: Callable[..., Any], inputs: list[Any]) -> torch.fx.GraphModule
             others = get()
             put(own)  # for what make_fx does at its end
 
-    others = get()
     try:
         make_fx = proxy_tensor.make_fx(run_and_keep, tracing_mode="real", pre_dispatch=True)
         traced: torch.fx.GraphModule = make_fx(*inputs)
