@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("expecttest", reason="torch's own samples need it")
+
 import trident
 from tests.op_samples import Sample, function_of, op_db, outcome, run, samples
 
