@@ -3,9 +3,10 @@
     python -m tests.op_samples                 # all samples of all operators: an hour on two cores
     python -m tests.op_samples --every 10      # each tenth operator
     python -m tests.op_samples add mul         # these operators
+    python -m tests.op_samples --errors        # what operators refuse, against stock
 
 prints what differs, what is not native and why, and the counts; exits 1 if anything differs. The
-tests run a part of it.
+tests run a part of it, in a process of its own: importing torch's samples changes torch's flags.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import collections
 import copy
 import dataclasses
-import itertools
 import logging
 import random
 import sys
@@ -311,17 +311,48 @@ def run(chosen: Iterator[Sample]) -> Report:
     return report
 
 
+def check_errors(every: int, first: int) -> Report:
+    """What operators refuse they refuse with stock's words, again and again."""
+    report = Report(collections.Counter(), collections.Counter(), [], [])
+    for op in [op for op in op_db if op.error_inputs_func is not None][first::every]:
+        for index, error in enumerate(op.error_inputs("cpu")):
+            sample = Sample(op, torch.float32, index, error.sample_input, False)
+            f = function_of(sample)
+            torch._dynamo.reset()
+            stock = _words(outcome(torch.compile(f, backend="eager"), sample))
+            torch._dynamo.reset()
+            with trident.enable():
+                compiled = torch.compile(f, backend="trident")
+                for _ in range(CALLS):
+                    found = _words(outcome(compiled, sample))
+                    report.counts["refused" if stock else "accepted"] += 1
+                    if found != stock:
+                        report.wrong.append(f"{sample.name}: {found}, not {stock}")
+    return report
+
+
+def _words(found: Outcome) -> tuple[str, str] | None:
+    if not found.failed:
+        return None
+    return type(found.result).__name__, str(found.result).partition("\n")[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--most", type=int, default=None, help="samples of each operator and dtype")
+    parser.add_argument("--errors", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
-    found = samples(arguments.names, arguments.every, arguments.first, arguments.most)
-    report = run(itertools.chain(found))
+    if arguments.errors:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = check_errors(arguments.every, arguments.first)
+    else:
+        report = run(samples(arguments.names, arguments.every, arguments.first, arguments.most))
     print(report.text())
     sys.exit(bool(report.wrong))
 
