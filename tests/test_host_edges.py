@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import trident
 from tests.conftest import compilations, outcome, reset_compilations
+from tests.states import registry
 from tests.test_dispatch_lifetime import assert_flat
 from tests.test_equality import assert_same
 
@@ -62,12 +63,7 @@ def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return x.to(dtype) if not dtype.is_floating_point else ((x - 3) * 0.37).to(dtype)
 
 
-FLOATS: dict[str, Callable[..., Any]] = {}
-
-
-def of_floats(f: Any) -> Any:
-    FLOATS[f.__name__] = f
-    return f
+FLOATS, of_floats = registry()
 
 
 @of_floats
@@ -262,12 +258,7 @@ def test_floats_of_modules(fresh: None, name: str, dynamic: Any) -> None:
     same_as_stock(scenario, dynamic=dynamic)
 
 
-ITEMS: dict[str, Scenario] = {}
-
-
-def of_items(f: Scenario) -> Scenario:
-    ITEMS[f.__name__] = f
-    return f
+ITEMS, of_items = registry()
 
 
 @of_items
@@ -334,12 +325,25 @@ def test_numbers(fresh: None, dtype: torch.dtype) -> None:
     same_as_stock(scenario, at_least=10)
 
 
-BESIDE_IN: dict[str, Scenario] = {}
+BESIDE_IN, beside = registry()
 
 
-def beside(f: Scenario) -> Scenario:
-    BESIDE_IN[f.__name__] = f
-    return f
+@torch.compiler.allow_in_graph
+def doubled_with_gradients(x: Any) -> Any:
+    with torch.enable_grad():
+        return x * 2
+
+
+@beside
+def saved_within_a_function_of_the_graph(compile_: Compile) -> Any:
+    """Gradients are recorded where Dynamo's own graph does not show it."""
+    w, found = t(3).requires_grad_(), []
+    g = compile_(lambda x: doubled_with_gradients(x))
+    with torch.no_grad():
+        for _ in range(4):
+            y = g(w)
+            found.append((y, y.grad_fn._saved_other))
+    return found
 
 
 @beside
@@ -457,12 +461,7 @@ def test_numbers_beside_tensors(fresh: None, name: str) -> None:
 
 # ---- graphs that Dynamo's code calls ----
 
-BREAKS: dict[str, Scenario] = {}
-
-
-def at_breaks(f: Scenario) -> Scenario:
-    BREAKS[f.__name__] = f
-    return f
+BREAKS, at_breaks = registry()
 
 
 @at_breaks

@@ -86,7 +86,8 @@ class TracedGraph:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class Meta:
-    """What a tensor is; its sizes and strides are sympy expressions, or ints."""
+    """What a tensor is; its sizes and strides are sympy expressions, or ints. That of a traced node
+    never requires a gradient: the tracer keeps a detached value."""
 
     sizes: tuple[Any, ...]
     strides: tuple[Any, ...]
@@ -127,9 +128,10 @@ def _traced(module: torch.fx.GraphModule) -> TracedGraph:
 
 def of_callable(function: Any) -> TracedGraph | None:
     """The traced graph that one of Dynamo's ``__compiled_fn_…`` globals runs, if it has one."""
-    if isinstance(function, FunctionType):
-        function = getattr(function, "_torchdynamo_orig_callable", function)
-    found = vars(function).get(_KEY) if isinstance(function, FunctionType) else None
+    if not isinstance(function, FunctionType):
+        return None
+    runs = getattr(function, "_torchdynamo_orig_callable", function)
+    found = getattr(runs, _KEY, None)
     return found if isinstance(found, TracedGraph) else None
 
 
@@ -172,7 +174,7 @@ def _trace(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     for node in traced.graph.nodes:
         node.meta[_KEY] = _given(node.meta.pop("val", None))
     traced.meta[AUTOCAST_CACHES] = interpreter.autocast_caches
-    traced.meta[RECORDS_GRADIENTS] = _records_gradients(module.graph, examples)
+    traced.meta[RECORDS_GRADIENTS] = _records_gradients(traced.graph, examples)
     return traced
 
 
@@ -218,6 +220,8 @@ def _make_fx(run: Callable[..., Any], inputs: list[Any]) -> torch.fx.GraphModule
 
 
 def _records_gradients(graph: torch.fx.Graph, examples: list[Any]) -> bool:
+    """May autograd record an operator of the traced `graph`? (Its nodes do not say: the values that
+    the tracer keeps of them are detached.)"""
     tensors = [example for example in examples if isinstance(example, torch.Tensor)]
     enables = any(
         node.target is torch._C._set_grad_enabled and node.args[0] is not False
@@ -273,6 +277,7 @@ def _without_guards(shape_env: ShapeEnv | None) -> Iterator[None]:
             tracing = getattr(_local, "tracing", False)
             return None if tracing else original(*args, **kwargs)
 
+        # It stays: other threads may be inside.
         _patches.put(proxy_tensor, "_extract_tensor_metadata", extract)
     vars(shape_env)["_check_frozen"] = refuse
     _local.tracing = True
