@@ -370,6 +370,19 @@ def free_variables_replaced(compile_: Compile) -> Any:
     return [*found, outcome(g, t())]
 
 
+def test_sizes_do_not_end_it(enabled: None) -> None:
+    """A size is read before the parameters, and runs no Python: these come from the guards."""
+    linear = torch.nn.Linear(3, 3)
+    g = torch.compile(lambda x: linear(x * x.shape[0]), backend="trident", dynamic=True)
+    for n in (4, 5, 7):
+        x = torch.randn(n, 3)
+        assert_same(g(x), linear(x * n))
+    (frame,) = trident.explain(g, ir=True).frames
+    (spec,) = frame.specializations
+    assert spec.plan_native
+    assert "get_attr" not in spec.ir["scm"].split("scm.pass")[1]
+
+
 @pytest.mark.parametrize("name", FETCHED)
 def test_fetched(fresh: None, name: str) -> None:
     run(name, *FETCHED[name])

@@ -126,11 +126,12 @@ def emit_plan(
         if reusable and path in fetched:
             reused.add(id(step))
             continue
-        reusable = False
         if isinstance(step, GraphCall):
+            reusable = False
             operands = [emit(value) for value in used_by(step)]
             outputs = emitter.run_program(operands, len(signature.outputs))
             continue
+        reusable = reusable and step.kind in _PROPERTIES  # others may run Python
         if step.kind in _PROPERTIES and id(step) not in used:
             continue  # the program has it from the tensor
         operands = [emit(value) for value in step.values]
