@@ -5,34 +5,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-Function = Callable[..., Any]
-FUNCTIONS: dict[str, Function] = {}
-TRAINED: dict[str, Function] = {}
+from tests.states import registry
+
+FUNCTIONS, function = registry()
+# For inputs that require gradients; the first result is a scalar loss.
+TRAINED, trained = registry()
 
 
-def function(f: Function) -> Function:
-    FUNCTIONS[f.__name__] = f
-    return f
-
-
-def trained(f: Function) -> Function:
-    """For inputs that require gradients; its first result is a scalar loss."""
-    TRAINED[f.__name__] = f
-    return f
-
-
-def make_inputs(requires_grad: bool = False) -> list[torch.Tensor]:
+def make_inputs() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
-    x, y, w = (torch.randn(s, generator=generator) for s in ((4, 6), (4, 6), (6, 6)))
-    for tensor in (x, y, w):
-        tensor.requires_grad_(requires_grad)
-    return [x, y, w]
+    return [torch.randn(s, generator=generator) for s in ((4, 6), (4, 6), (6, 6))]
 
 
 # ---- plain ----

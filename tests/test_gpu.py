@@ -12,34 +12,23 @@ from torch import nn
 
 import trident
 from tests.conftest import frame_stats
-from tests.host_functions import FUNCTIONS, TRAINED, make_inputs
+from tests.host_functions import FUNCTIONS, TRAINED
 from tests.test_equality import assert_same
-from tests.test_host_programs import native_programs
+from tests.test_host_programs import native_programs, run
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
 ]
-CALLS = 4
 
 
-def run(f: Callable[..., Any], requires_grad: bool = False) -> list[Any]:
-    """Results, inputs afterwards, gradients and the generators' states of some calls."""
-    found = []
-    torch.manual_seed(3)
-    for _ in range(CALLS):
-        inputs = [x.detach().cuda().requires_grad_(requires_grad) for x in make_inputs()]
-        result = f(*inputs)
-        if requires_grad:
-            result[0].backward()
-        states = torch.get_rng_state(), torch.cuda.get_rng_state()
-        found.append((result, inputs, [x.grad for x in inputs], states))
-    return found
+def on_gpu(f: Callable[..., Any], requires_grad: bool = False) -> list[Any]:
+    return run(f, requires_grad, device="cuda")
 
 
 def expected_of(f: Callable[..., Any], requires_grad: bool = False) -> list[Any]:
     try:
-        return run(f, requires_grad)
+        return on_gpu(f, requires_grad)
     except RuntimeError as error:
         pytest.skip(f"the function is for CPU tensors only: {str(error).splitlines()[0]}")
 
@@ -48,7 +37,7 @@ def expected_of(f: Callable[..., Any], requires_grad: bool = False) -> list[Any]
 def test_same_as_eager(enabled: None, name: str) -> None:
     f = FUNCTIONS[name]
     expected = expected_of(f)
-    assert_same(run(torch.compile(f, backend="trident")), expected)
+    assert_same(on_gpu(torch.compile(f, backend="trident")), expected)
     assert native_programs(name) == [True]
 
 
@@ -56,7 +45,7 @@ def test_same_as_eager(enabled: None, name: str) -> None:
 def test_trained_as_eager(enabled: None, name: str) -> None:
     f = TRAINED[name]
     expected = expected_of(f, requires_grad=True)
-    assert_same(run(torch.compile(f, backend="trident"), requires_grad=True), expected)
+    assert_same(on_gpu(torch.compile(f, backend="trident"), requires_grad=True), expected)
     assert native_programs(name) == [True]
 
 

@@ -20,18 +20,21 @@ from tests.test_equality import assert_same
 CALLS = 4
 
 
-def run(f: Any, requires_grad: bool = False) -> list[Any]:
-    """Results, inputs afterwards, gradients and the generator's state of some calls."""
+def run(f: Any, requires_grad: bool = False, device: str = "cpu") -> list[Any]:
+    """Results, inputs afterwards, gradients and the generators' states of some calls."""
     found = []
     torch.manual_seed(3)
     for _ in range(CALLS):
-        inputs = make_inputs(requires_grad)
+        inputs = [x.to(device).requires_grad_(requires_grad) for x in make_inputs()]
         result = f(*inputs)
         if requires_grad:
             result[0].backward()
         aliases = [[_same_storage(a, b) for b in inputs] for a in _tensors(result)]
         gradients = [x.grad for x in inputs]
-        found.append((result, inputs, gradients, aliases, torch.get_rng_state()))
+        states = [torch.get_rng_state()]
+        if device == "cuda":
+            states.append(torch.cuda.get_rng_state())
+        found.append((result, inputs, gradients, aliases, states))
     return found
 
 

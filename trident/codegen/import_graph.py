@@ -356,7 +356,7 @@ def _argument(
 
 # Their kernels on a CPU first convert a number to the dtype of the other operand, where that is one
 # of _CONVERTED: a tensor of its own for every call. (For smaller dtypes they compute with the
-# number as it was.)
+# number as it was. `is_kernel_of_converting` in runtime/program.cpp names them, too.)
 _CONVERTING = frozenset(
     f"{name}{in_place}" for name in ("add", "sub", "mul", "div") for in_place in ("", "_")
 )

@@ -147,7 +147,12 @@ OptionalTensorList optional_tensors(const std::vector<int> &slots, const at::Ten
   return list;
 }
 
-c10::Scalar number(const HostProgram *program, int row, const int64_t *integers);
+c10::Scalar number(const HostProgram *program, int row, const int64_t *integers) {
+  if (program->integers[row].op != IntegerOp::float_input) return c10::Scalar(integers[row]);
+  double value;
+  std::memcpy(&value, &integers[row], sizeof(value));
+  return c10::Scalar(value);
+}
 
 c10::IValue boxed(const ProgramArgument &argument, const ProgramState *state) {
   const at::Tensor *slots = state->slots;
@@ -311,13 +316,6 @@ bool compute_integers(const HostProgram *program, PyObject *const *inputs, int64
     if (out[i] < kSmallestInteger) return false;
   }
   return true;
-}
-
-c10::Scalar number(const HostProgram *program, int row, const int64_t *integers) {
-  if (program->integers[row].op != IntegerOp::float_input) return c10::Scalar(integers[row]);
-  double value;
-  std::memcpy(&value, &integers[row], sizeof(value));
-  return c10::Scalar(value);
 }
 
 PyObject *python_kernels_ = nullptr;

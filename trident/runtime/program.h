@@ -33,8 +33,8 @@ struct ProgramArgument {
  * and of a constant `a` is the index or value, of a size or stride `a` the slot and `b` the dimension. A
  * float, which is the bits of a double, is only passed on. */
 #define TRIDENT_INTEGER_OPS(X)                                                                            \
-  X(integer) X(integer_input) X(float_input) X(size) X(stride) X(add) X(multiply) X(floor_divide) X(modulo) X(minimum)   \
-  X(maximum)
+  X(integer) X(integer_input) X(float_input) X(size) X(stride) X(add) X(multiply) X(floor_divide)         \
+  X(modulo) X(minimum) X(maximum)
 enum class IntegerOp {
 #define X(name) name,
   TRIDENT_INTEGER_OPS(X)
