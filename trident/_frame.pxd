@@ -18,6 +18,11 @@ cdef extern from "runtime/cpython_frame.h":
     int PyMethod_Check(PyObject *o)
     PyObject *PyMethod_GET_FUNCTION(PyObject *o)
 
+cdef extern from "runtime/memo.h" namespace "trident":
+    cdef cppclass Memos:
+        size_t size()
+        size_t bytes()
+
 cdef extern from "runtime/guards.h" namespace "trident":
     cdef cppclass Fetched:
         pass
@@ -27,8 +32,10 @@ cdef extern from "runtime/guards.h" namespace "trident":
         cbool run(PyObject **locals, int *failed, Fetched *fetched)
         void set_fetched(vector[int] registers)
         size_t size()
+        const Memos &memos()
+        void use_memos(cbool use)
     const char *const *guard_op_names()
-    void set_guard_modules(PyObject *device_dict, PyObject *forward_ad)
+    void set_guard_modules(PyObject *device_dict, PyObject *forward_ad, cbool knows_global_state)
 
 cdef extern from "runtime/program.h" namespace "trident":
     cdef cppclass IntegerRow:

@@ -311,6 +311,18 @@ cdef class NativeSpecialization:
     def size(self) -> int:
         return 0 if self.native.guards == NULL else self.native.guards.size()
 
+    @property
+    def memos(self) -> tuple:
+        """(how many, bytes): see memo.h."""
+        if self.native.guards == NULL:
+            return 0, 0
+        return self.native.guards.memos().size(), self.native.guards.memos().bytes()
+
+    def use_memos(self, cbool use) -> None:
+        """Whether a run may use what an earlier one found; for tests and measurements."""
+        if self.native.guards != NULL:
+            self.native.guards.use_memos(use)
+
 
 cdef class NativeScm:
     """The native entry of one frame. `owner` (borrowed) has `build()`, called for stale modules."""
@@ -414,7 +426,7 @@ def dynamo_record(code):
 def initialize(*, wrapper_code, int target_cell, int callback_cell, find_door, strict_check,
                tuple hook_names, dict global_hooks, tuple global_hook_names,
                tuple module_codes, flags, backend_matcher,
-               dict device_dict, forward_ad, set python_kernels) -> None:
+               dict device_dict, forward_ad, set python_kernels, cbool knows_global_state) -> None:
     """Hands the runtime the Python objects that it reads or calls; once per process."""
     cdef Setup setup
     cdef PyObject *accepts_or_null
@@ -436,7 +448,7 @@ def initialize(*, wrapper_code, int target_cell, int callback_cell, find_door, s
             accepts_or_null = <PyObject *>accepts
         add_flag(<PyObject *>flag_dict, <PyObject *>name, <PyObject *>expected, accepts_or_null)
     set_backend_matcher(<PyObject *>backend_matcher)
-    set_guard_modules(<PyObject *>device_dict, <PyObject *>forward_ad)
+    set_guard_modules(<PyObject *>device_dict, <PyObject *>forward_ad, knows_global_state)
     set_python_kernels(<PyObject *>python_kernels)
 
 

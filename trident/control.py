@@ -210,6 +210,7 @@ class Runtime:
             device_dict=vars(torch.utils._device),
             forward_ad=torch.autograd.forward_ad,
             python_kernels=dynamo.python_kernels(),
+            knows_global_state=dynamo.knows_global_state(),
         )
         # What the garbage collector may call in a compiled region must not be compiled itself.
         for function in (Runtime._code_died, Runtime._callback_died, dynamo.is_default_stance):

@@ -183,7 +183,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, int, int, Any]]] = [
         ("check_range_iterator", 0, 9, (1, 1 << 70, 3)),
     ),
     ("MAPPING_KEYS_MATCH", {"keys": ["a"]}, ("check_mapping_keys", 0, 0, ["a"])),
-    ("NO_HASATTR", {"attr": "z"}, ("check_no_attr", 0, 0, "z")),
+    ("NO_HASATTR", {"attr": "z"}, ("check_no_attr", 0, 0, ("z",))),
     ("DICT_CONTAINS", {"contains": True, "key": "k"}, ("check_dict_contains", 1, 0, "k")),
     ("SET_CONTAINS", {"contains": False, "item": 5}, ("check_set_contains", 0, 0, 5)),
     ("DICT_VERSION", {"tag": 1 << 40}, ("check_dict_version", 1 << 40, 0, None)),
@@ -240,8 +240,7 @@ def test_absent_dimension_marks_call_no_python() -> None:
         )
     )
     assert [(row.op, row.obj) for row in rows] == [
-        ("check_no_attr", "_dynamo_dynamic_indices"),
-        ("check_no_attr", "_dynamo_static_indices"),
+        ("check_no_attr", ("_dynamo_dynamic_indices", "_dynamo_static_indices")),
     ]
 
 

@@ -6,6 +6,7 @@ Checked with torch 2.13; each docstring names the releases that have what it use
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from importlib.metadata import EntryPoint
 from types import CodeType, FunctionType, ModuleType
@@ -339,6 +340,15 @@ def property_step(function: Any) -> str | None:
         if function is getattr(utils(), f"call_{name}", None):
             return f"get_{name}"
     return None
+
+
+def knows_global_state() -> bool:
+    """Does this torch's GlobalStateGuard compare what runtime/global_state.h compares, no more?"""
+    return set(json.loads(guards_c().GlobalStateGuard().__getstate__())) == {
+        *("allow_bf16_reduce", "allow_fp16_reduce", "allow_tf32", "autocast_state", "default_dtype"),
+        *("deterministic_algorithms", "deterministic_algorithms_warn_only", "grad_mode"),
+        *("num_threads", "torch_function", "torch_function_all_disabled"),
+    }
 
 
 def python_kernels() -> set[str]:

@@ -459,7 +459,7 @@ def guard_mapping_keys(context: Context, value: Value, payload: dict[str, Any]) 
 
 @leaf_rule("NO_HASATTR")
 def guard_no_attr(context: Context, value: Value, payload: dict[str, Any]) -> None:
-    context.check("check_no_attr", value, object=context.object(payload["attr"]))
+    context.check("check_no_attr", value, object=context.object((payload["attr"],)))
 
 
 @leaf_rule("DICT_CONTAINS")
@@ -526,9 +526,9 @@ def guard_dimension_marks(context: Context, value: Value, payload: dict[str, Any
         context.check("check_leaf", value, object=leaf)
         return
     # Every tensor has this guard, nearly always for no marks at all: never call Python for that.
-    for name in payload["absent"]:
-        context.describe(f"no attribute {name}")
-        context.check("check_no_attr", value, object=context.object(name))
+    names = tuple(payload["absent"])
+    context.describe(f"no attribute {', '.join(names)}")
+    context.check("check_no_attr", value, object=context.object(names))
 
 
 @leaf_rule("DYNAMIC_INDICES")

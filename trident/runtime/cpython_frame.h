@@ -175,6 +175,46 @@ inline uint64_t dict_version(PyObject *dict) {
 #endif
 }
 
+/* All keys are exact strings: finding one calls no Python code. (The start of PyDictKeysObject.) */
+inline bool dict_has_string_keys(PyObject *dict) {
+  struct Keys {
+    Py_ssize_t refcnt;
+    uint8_t log2_size, log2_index_bytes, kind; /* 0: any keys */
+  };
+  return reinterpret_cast<const Keys *>(((PyDictObject *)dict)->ma_keys)->kind != 0;
+}
+
+/* Where an object keeps its `__dict__` (once that was made), for the types whose objects keep it at one
+ * place for life; else null. */
+inline PyObject **instance_dict_slot(PyObject *o) {
+  const PyTypeObject *type = Py_TYPE(o);
+#if PY_VERSION_HEX >= 0x030D0000
+  return nullptr;
+#else
+  if (type->tp_flags & Py_TPFLAGS_MANAGED_DICT) return (PyObject **)o - 3;
+#endif
+  return type->tp_dictoffset > 0 ? (PyObject **)((char *)o + type->tp_dictoffset) : nullptr;
+}
+
+/* Has it no attributes of its own? False also where that is not seen at a glance. */
+inline bool has_no_own_attributes(PyObject *o) {
+  const PyTypeObject *type = Py_TYPE(o);
+  PyObject **slot = instance_dict_slot(o);
+  if (slot == nullptr) return type->tp_dictoffset == 0 && !(type->tp_flags & Py_TPFLAGS_MANAGED_DICT);
+#if PY_VERSION_HEX < 0x030C0000
+  if ((type->tp_flags & Py_TPFLAGS_MANAGED_DICT) && ((PyObject **)o)[-4] != nullptr) return false; /* values */
+#endif
+  if (*slot == nullptr) return true;
+  const bool is_values = ((uintptr_t)*slot & 1) != 0; /* from 3.12 on, in the same place */
+  return !is_values && PyDict_CheckExact(*slot) && PyDict_GET_SIZE(*slot) == 0;
+}
+
+/* The version of a type, 0 if it has none now: as long as it is the same, a lookup in the type and its
+ * bases finds the same. Never used twice. */
+inline unsigned type_version(const PyTypeObject *type) {
+  return (type->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG) ? type->tp_version_tag : 0;
+}
+
 /* 1: found (new reference), 0: no such attribute, -1: an exception is set. Makes no AttributeError. */
 inline int lookup_attribute(PyObject *o, PyObject *name, PyObject **value) {
 #if PY_VERSION_HEX >= 0x030D0000

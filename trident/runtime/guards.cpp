@@ -1,8 +1,12 @@
 #include "guards.h"
 
+#include "global_state.h"
+
 #include <alloca.h>
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <optional>
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
@@ -11,10 +15,24 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 namespace trident {
 
 PyTypeObject *doored_function_type = nullptr;
+
+struct TensorSpec {
+  PyTypeObject *type;
+  uint64_t keyset; /* after the recorded thread-local include and exclude sets */
+  at::ScalarType dtype;
+  int device_index;
+  bool requires_grad;
+  std::vector<int64_t> sizes, strides; /* -1: dynamic */
+  bool operator==(const TensorSpec &o) const {
+    return type == o.type && keyset == o.keyset && dtype == o.dtype && device_index == o.device_index &&
+           requires_grad == o.requires_grad && sizes == o.sizes && strides == o.strides;
+  }
+};
 
 namespace {
 
@@ -24,29 +42,30 @@ const char *const kOpNames[] = {
 #undef X
     nullptr};
 
+bool knows_global_state_ = false;
 PyObject *device_dict_ = nullptr, *forward_ad_ = nullptr;
 PyObject *current_device_name_ = nullptr, *current_level_name_ = nullptr;
 
 /* Above this many registers a run allocates on the heap instead of the C stack (64 KiB). */
 constexpr int kMaxStackRegisters = 8192;
 
-/* Row::flags */
-constexpr uint16_t kOwned = 1;         /* the fetch returns a new reference */
-constexpr uint16_t kTakeReference = 2; /* borrowed, but Python may run before its last use */
-constexpr uint16_t kGlobal = 4;        /* reads global state: runs with torch function as it is */
-
-struct TensorSpec {
-  PyTypeObject *type;
-  uint64_t keyset; /* after the recorded thread-local include and exclude sets */
-  at::ScalarType dtype;
-  int device_index;
-  bool requires_grad;
-  int64_t ndim;
-  std::vector<int64_t> sizes, strides; /* -1: dynamic */
+/* Dynamo's check, and the state in which it last passed. */
+struct GlobalStateCheck {
+  PyCFunction check;
+  std::optional<GlobalState> passed{};
 };
 
 struct KeysetSpec {
   uint64_t keyset;
+};
+
+/* The type of which `attributes_are_absent` found that it has none of the names. */
+struct AbsentAttributes {
+  const PyTypeObject *type = nullptr;
+  unsigned version = 0;
+  bool covers(PyObject *o) const {
+    return Py_TYPE(o) == type && version != 0 && type_version(type) == version && has_no_own_attributes(o);
+  }
 };
 
 uint64_t applied_keyset(uint64_t raw, uint64_t include, uint64_t exclude) {
@@ -71,9 +90,24 @@ bool dims_match(c10::SymIntArrayRef actual, const std::vector<int64_t> &expected
   return true;
 }
 
+bool dims_match(c10::IntArrayRef actual, const std::vector<int64_t> &expected) {
+  if (actual.size() != expected.size()) return false;
+  for (size_t i = 0; i < expected.size(); i++)
+    if (actual[i] != expected[i] && expected[i] >= 0) return false;
+  return true;
+}
+
+/* As Tensor::requires_grad, without its virtual call. */
+inline bool requires_grad(const c10::TensorImpl *impl) {
+  const auto *meta = static_cast<const torch::autograd::AutogradMeta *>(impl->autograd_meta());
+  if (meta == nullptr) return false;
+  return meta->is_view_ ? meta->requires_grad() : meta->requires_grad_ || meta->grad_fn_ != nullptr;
+}
+
+} // namespace
+
 /* Negative strides do not exist, but a dynamic stride of a known size does: -1 marks both kinds. */
-bool tensor_matches(const TensorSpec &spec, PyObject *value,
-                    const c10::impl::LocalDispatchKeySet &local) {
+bool tensor_matches(const TensorSpec &spec, PyObject *value, const c10::impl::LocalDispatchKeySet &local) {
   if (Py_TYPE(value) != spec.type) return false;
   /* A subclass may have died and left its address to a type that is no tensor. */
   if (!THPVariable_CheckExact(value) &&
@@ -81,11 +115,23 @@ bool tensor_matches(const TensorSpec &spec, PyObject *value,
     return false;
   const at::Tensor &t = THPVariable_Unpack(value);
   if (!t.defined()) return false;
-  if (applied_keyset(t.key_set(), local) != spec.keyset || t.scalar_type() != spec.dtype ||
-      t.device().index() != spec.device_index || t.requires_grad() != spec.requires_grad)
+  const c10::TensorImpl *impl = t.unsafeGetTensorImpl();
+  if (applied_keyset(impl->key_set(), local) != spec.keyset || t.scalar_type() != spec.dtype ||
+      t.device().index() != spec.device_index || requires_grad(impl) != spec.requires_grad)
     return false;
-  return dims_match(t.sym_sizes(), spec.sizes) && dims_match(t.sym_strides(), spec.strides);
+  if (impl->has_symbolic_sizes_strides())
+    return dims_match(t.sym_sizes(), spec.sizes) && dims_match(t.sym_strides(), spec.strides);
+  return dims_match(impl->sizes(), spec.sizes) && dims_match(impl->strides(), spec.strides);
 }
+
+void find_near(PyObject *tensor, const CacheLine *near[2]) {
+  const c10::TensorImpl *impl = THPVariable_Unpack(tensor).unsafeGetTensorImpl();
+  const auto *meta = static_cast<const torch::autograd::AutogradMeta *>(impl->autograd_meta());
+  near[0] = reinterpret_cast<const CacheLine *>(impl);
+  near[1] = meta == nullptr ? near[0] : reinterpret_cast<const CacheLine *>(&meta->requires_grad_);
+}
+
+namespace {
 
 bool dims_from_python(PyObject *tuple, std::vector<int64_t> *out) {
   if (!PyTuple_Check(tuple)) {
@@ -120,7 +166,6 @@ TensorSpec *tensor_spec(PyObject *object) {
   spec->requires_grad = requires_grad != 0;
   if (!dims_from_python(sizes, &spec->sizes) || !dims_from_python(strides, &spec->strides))
     return nullptr;
-  spec->ndim = static_cast<int64_t>(spec->sizes.size());
   return spec.release();
 }
 
@@ -184,8 +229,9 @@ bool function_modes_match(PyObject *types) {
   return true;
 }
 
-bool registers_distinct(const Row &row, PyObject *const *r) {
-  const auto &members = *static_cast<std::vector<int32_t> *>(row.payload);
+} // namespace
+
+bool pointers_distinct(const std::vector<int32_t> &members, PyObject *const *r) {
   size_t n = members.size();
   if (n <= 8) {
     for (size_t i = 0; i < n; i++)
@@ -199,31 +245,38 @@ bool registers_distinct(const Row &row, PyObject *const *r) {
   std::memset(table, 0, capacity * sizeof(PyObject *));
   for (size_t i = 0; i < n; i++) {
     PyObject *p = r[members[i]];
-    size_t slot = (reinterpret_cast<uintptr_t>(p) >> 4) * 0x9E3779B97F4A7C15ull >> 32;
-    for (slot &= capacity - 1; table[slot] != nullptr; slot = (slot + 1) & (capacity - 1))
-      if (table[slot] == p) return false;
-    table[slot] = p;
+    size_t place = pointer_hash(p) & (capacity - 1);
+    for (; table[place] != nullptr; place = (place + 1) & (capacity - 1))
+      if (table[place] == p) return false;
+    table[place] = p;
   }
   return true;
 }
 
+namespace {
+
+bool registers_distinct(const Row &row, PyObject *const *r) {
+  if (row.flags & kDistinct) return static_cast<const Distinct *>(row.payload)->holds(r);
+  return pointers_distinct(*static_cast<std::vector<int32_t> *>(row.payload), r);
+}
+
 bool default_device_is(PyObject *expected) {
+  static uint64_t version = 0;
+  static PyObject *found = nullptr; /* while the dict has that version; compared only */
+  if (dict_versions_reliable && dict_version(device_dict_) == version && found == expected) return true;
   PyObject *device = PyDict_GetItemWithError(device_dict_, current_device_name_);
   if (device == nullptr) {
     PyErr_Clear();
     return false;
   }
+  version = dict_version(device_dict_);
+  found = device;
   return device == expected || compare_equal(device, expected);
 }
 
 bool dual_level_is(int64_t expected) {
-  PyObject *level = PyObject_GetAttr(forward_ad_, current_level_name_);
-  if (level == nullptr) {
-    PyErr_Clear();
-    return false;
-  }
-  bool ok = PyLong_CheckExact(level) && PyLong_AsLongLong(level) == expected;
-  Py_DECREF(level);
+  PyObject *level = PyDict_GetItemWithError(PyModule_GetDict(forward_ad_), current_level_name_);
+  const bool ok = level != nullptr && PyLong_CheckExact(level) && PyLong_AsLongLong(level) == expected;
   if (PyErr_Occurred()) PyErr_Clear();
   return ok;
 }
@@ -233,6 +286,51 @@ bool attribute_is_absent(PyObject *o, PyObject *name) {
   int found = lookup_attribute(o, name, &value);
   Py_XDECREF(value);
   return found == 0;
+}
+
+} // namespace
+
+bool attributes_are_absent_plainly(const Row &row, PyObject *o) {
+  PyTypeObject *type = Py_TYPE(o);
+  if (type->tp_getattro != PyObject_GenericGetAttr) return false;
+  PyObject **slot = instance_dict_slot(o);
+  PyObject *dict = slot != nullptr && !has_no_own_attributes(o) ? *slot : nullptr;
+  const bool known = has_no_own_attributes(o) || (dict != nullptr && PyDict_Check(dict) && dict_has_string_keys(dict));
+  for (Py_ssize_t i = 0; known && i < PyTuple_GET_SIZE(row.object); i++) {
+    PyObject *name = PyTuple_GET_ITEM(row.object, i);
+    if (_PyType_Lookup(type, name) != nullptr) return false;
+    if (dict != nullptr && PyDict_GetItemWithError(dict, name) != nullptr) return false;
+  }
+  return known;
+}
+
+namespace {
+
+/* As Dynamo looks for each of the names, which calls no Python where that is seen at a glance. */
+bool attributes_are_absent(const Row &row, PyObject *o) {
+  auto *seen = static_cast<AbsentAttributes *>(row.payload);
+  if (seen->covers(o)) return true;
+  if (attributes_are_absent_plainly(row, o)) {
+    *seen = {Py_TYPE(o), type_version(Py_TYPE(o))};
+    return true;
+  }
+  if (row.flags & kPlain) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(row.object); i++)
+    if (!attribute_is_absent(o, PyTuple_GET_ITEM(row.object, i))) return false;
+  return true;
+}
+
+bool global_state_is(const Row &row, const c10::impl::LocalDispatchKeySet &keys) {
+  auto *state = static_cast<GlobalStateCheck *>(row.payload);
+  if (state->passed.has_value() && state->passed->is_now(keys)) return true;
+  const bool ok = consume_truth(state->check(row.object, nullptr));
+  if (ok && knows_global_state_) state->passed = GlobalState::now(keys);
+  return ok;
+}
+
+bool length_is(const Row &row, PyObject *o) {
+  if (PyList_CheckExact(o) || PyTuple_CheckExact(o)) return Py_SIZE(o) == row.a;
+  return !(row.flags & kPlain) && PySequence_Length(o) == row.a && !PyErr_Occurred();
 }
 
 bool range_iterator_is(PyObject *o, PyObject *bounds, int64_t type_id) {
@@ -265,14 +363,23 @@ bool op_is_global(Op op) { /* Dynamo runs these before it disables torch functio
          op == Op::check_lambda_no_args;
 }
 
-/* A dict_item row with an exact string key finds it without calling Python. */
+} // namespace
+
+bool compares_plainly(const PyObject *o) {
+  const PyTypeObject *type = Py_TYPE(o);
+  return type == &PyLong_Type || type == &PyFloat_Type || type == &PyUnicode_Type || type == &PyBool_Type ||
+         type == &PyBytes_Type || type == &PyComplex_Type || o == Py_None;
+}
+
+/* Looking up an exact string calls none (in dicts that were seen to be ordinary). */
 bool may_call_python(const Row &row) {
   switch (row.op) {
-  case Op::dict_item: return !PyUnicode_CheckExact(row.object);
+  case Op::dict_item: case Op::check_dict_contains: return !PyUnicode_CheckExact(row.object);
+  case Op::check_equals: return !compares_plainly(row.object);
   case Op::getattr: case Op::generic_getattr: case Op::getitem: case Op::check_default_device:
-  case Op::check_saved_tensor_hooks: case Op::check_lambda_no_args: case Op::check_dual_level:
-  case Op::call_no_args: case Op::call: case Op::check_equals: case Op::check_length:
-  case Op::check_mapping_keys: case Op::check_no_attr: case Op::check_dict_contains:
+  case Op::check_saved_tensor_hooks: case Op::check_lambda_no_args:
+  case Op::call_no_args: case Op::call: case Op::check_length:
+  case Op::check_mapping_keys: case Op::check_no_attr:
   case Op::check_set_contains: case Op::check_lambda: case Op::check_lambda_locals:
   case Op::check_leaf: case Op::set_item:
     return true;
@@ -281,11 +388,10 @@ bool may_call_python(const Row &row) {
   }
 }
 
-} // namespace
-
 const char *const *guard_op_names() { return kOpNames; }
 
-void set_guard_modules(PyObject *device_dict, PyObject *forward_ad) {
+void set_guard_modules(PyObject *device_dict, PyObject *forward_ad, bool knows_global_state) {
+  knows_global_state_ = knows_global_state;
   Py_XSETREF(device_dict_, Py_NewRef(device_dict));
   Py_XSETREF(forward_ad_, Py_NewRef(forward_ad));
   if (current_device_name_ == nullptr) {
@@ -299,9 +405,10 @@ GuardProgram::GuardProgram(int n_registers, PyObject *framelocals)
 
 GuardProgram::~GuardProgram() {
   for (Row &row : rows_) {
-    if (row.op == Op::check_tensor) delete static_cast<TensorSpec *>(row.payload);
-    else if (row.op == Op::check_no_alias) delete static_cast<std::vector<int32_t> *>(row.payload);
+    if (row.op == Op::check_no_alias) delete static_cast<std::vector<int32_t> *>(row.payload);
     else if (row.op == Op::check_dispatch_keys) delete static_cast<KeysetSpec *>(row.payload);
+    else if (row.op == Op::check_global_state) delete static_cast<GlobalStateCheck *>(row.payload);
+    else if (row.op == Op::check_no_attr) delete static_cast<AbsentAttributes *>(row.payload);
     Py_CLEAR(row.object);
   }
   Py_DECREF(framelocals_);
@@ -350,9 +457,22 @@ bool GuardProgram::decode(Row *row) {
       return false;
     }
     return true;
-  case Op::check_tensor:
-    row->payload = tensor_spec(row->object);
-    return row->payload != nullptr;
+  case Op::check_tensor: {
+    std::unique_ptr<TensorSpec> made(tensor_spec(row->object));
+    if (made == nullptr) return false;
+    auto same = [&](const std::unique_ptr<TensorSpec> &spec) { return *spec == *made; };
+    auto found = std::find_if(specs_.begin(), specs_.end(), same); /* one for all layers' tensors */
+    if (found == specs_.end()) found = specs_.insert(specs_.end(), std::move(made));
+    row->payload = found->get();
+    return true;
+  }
+  case Op::check_no_attr:
+    if (row->object == nullptr || !PyTuple_Check(row->object)) {
+      PyErr_SetString(PyExc_TypeError, "check_no_attr: expected a tuple of names");
+      return false;
+    }
+    row->payload = new AbsentAttributes();
+    return true;
   case Op::check_dispatch_keys: {
     unsigned long long keyset, include, exclude;
     if (!PyArg_ParseTuple(row->object, "KKK", &keyset, &include, &exclude)) return false;
@@ -393,7 +513,7 @@ bool GuardProgram::decode(Row *row) {
     bool direct = Py_IS_TYPE(method, &PyMethodDescr_Type) &&
                   ((PyMethodDescrObject *)method)->d_method->ml_flags == METH_NOARGS;
     if (direct)
-      row->payload = reinterpret_cast<void *>(((PyMethodDescrObject *)method)->d_method->ml_meth);
+      row->payload = new GlobalStateCheck{((PyMethodDescrObject *)method)->d_method->ml_meth};
     else
       PyErr_SetString(PyExc_TypeError, "check_global_state: GlobalStateGuard.check has changed");
     Py_DECREF(method);
@@ -430,6 +550,9 @@ void GuardProgram::seal() {
       row.flags = kTakeReference;
     if (may_call_python(row)) next_python = i;
   }
+  opened_.assign(n_registers_, false);
+  for (const Row &row : rows_)
+    if (row.op == Op::generic_dict || row.op == Op::dict_item || row.op == Op::dict_value) opened_[row.src] = true;
   sealed_ = true;
 }
 
@@ -438,9 +561,28 @@ void GuardProgram::set_fetched(std::vector<int> registers) {
   sealed_ = false;
 }
 
+struct GuardProgram::Run {
+  PyObject *const *locals;
+  PyObject **registers;
+  bool disables_torch_function; /* for the rows that may call Python */
+  int failed = -1;
+  std::vector<PyObject *> owned{}; /* no allocation unless something is owned */
+  ~Run() {
+    for (PyObject *o : owned) Py_DECREF(o);
+  }
+};
+
 bool GuardProgram::run(PyObject *const *locals, int *failed, Fetched *fetched) {
   if (!sealed_) seal();
-  using TLS = at::impl::PythonTorchFunctionTLS;
+  Memo *memo = uses_memos_ ? memos_.find(locals) : nullptr;
+  if (memo != nullptr && run_memo(memo, locals, fetched)) {
+    memos_.hit();
+    return true;
+  }
+  return run_all(locals, failed, fetched, memo);
+}
+
+bool GuardProgram::run_all(PyObject *const *locals, int *failed, Fetched *fetched, Memo *memo) {
   PyObject **registers;
   std::vector<PyObject *> heap;
   if (n_registers_ <= kMaxStackRegisters) {
@@ -449,37 +591,77 @@ bool GuardProgram::run(PyObject *const *locals, int *failed, Fetched *fetched) {
     heap.resize(n_registers_);
     registers = heap.data();
   }
-  std::vector<PyObject *> owned; /* no allocation unless something is owned */
-  auto disabled_state = TLS::get_disabled_state();
   bool passed;
-  try {
-    passed = execute(locals, registers, &owned, failed);
-  } catch (...) { /* a C++ exception out of torch: Dynamo would raise it; stock decides */
-    passed = false;
+  {
+    Run run{locals, registers, disables_torch_function_};
+    passed = execute(rows_.data(), rows_.size(), &run);
+    *failed = run.failed;
+    if (passed && fetched != nullptr)
+      for (int r : fetched_) fetched->add(registers[r]);
+    if (passed && uses_memos_) memos_.note(*this, locals, registers, memo);
   }
-  if (disables_torch_function_) TLS::set_disabled_state(disabled_state);
-  if (passed && fetched != nullptr)
-    for (int r : fetched_) fetched->add(registers[r]);
-  for (PyObject *o : owned) Py_DECREF(o);
   if (!passed && PyErr_Occurred()) PyErr_Clear();
   return passed;
 }
 
-bool GuardProgram::execute(PyObject *const *locals, PyObject **r, std::vector<PyObject *> *owned,
-                           int *failed) const {
+bool GuardProgram::run_memo(Memo *memo, PyObject *const *locals, Fetched *fetched) {
+  PyObject **registers = memo->registers.data();
+  bool passed;
+  {
+    Run run{locals, registers, memo->calls_python && disables_torch_function_};
+    memo->busy = true;
+    try {
+      passed = execute(memo->first.data(), memo->first.size(), &run) &&
+               memos_.look(memo, *this, locals);
+    } catch (...) { /* a C++ exception out of torch */
+      passed = false;
+    }
+    if (passed && memo->calls_python)
+      for (int r : memo->taken) run.owned.push_back(Py_NewRef(registers[r]));
+    passed = passed && execute(memo->rest.data(), memo->rest.size(), &run);
+    if (passed && fetched != nullptr)
+      for (int r : fetched_) fetched->add(registers[r]);
+    memo->busy = false;
+  }
+  if (!passed && PyErr_Occurred()) PyErr_Clear();
+  return passed;
+}
+
+bool GuardProgram::run_row(const Row &row, PyObject *const *locals, PyObject **registers) const {
+  Run run{locals, registers, false};
+  const bool passed = execute(&row, 1, &run);
+  if (PyErr_Occurred()) PyErr_Clear();
+  return passed;
+}
+
+/* A C++ exception out of torch, which Dynamo would raise, fails the guards: stock decides. */
+bool GuardProgram::execute(const Row *rows, size_t n, Run *run) const {
   using TLS = at::impl::PythonTorchFunctionTLS;
-  c10::impl::LocalDispatchKeySet local_keys = c10::impl::tls_local_dispatch_key_set();
-  const auto torch_function_state = TLS::get_disabled_state();
+  const auto torch_function_state = run->disables_torch_function ? TLS::get_disabled_state() : at::impl::TorchFunctionDisabledState::ENABLED;
+  bool passed;
+  try {
+    passed = execute_rows(rows, static_cast<int>(n), run, torch_function_state);
+  } catch (...) {
+    passed = false;
+  }
+  if (run->disables_torch_function) TLS::set_disabled_state(torch_function_state);
+  return passed;
+}
+
+bool GuardProgram::execute_rows(const Row *rows, int n, Run *run,
+                                at::impl::TorchFunctionDisabledState torch_function_state) const {
+  using TLS = at::impl::PythonTorchFunctionTLS;
+  PyObject *const *locals = run->locals;
+  PyObject **r = run->registers;
+  const c10::impl::LocalDispatchKeySet local_keys = c10::impl::tls_local_dispatch_key_set();
   bool torch_function_disabled = false;
-  const Row *rows = rows_.data();
-  const int n = static_cast<int>(rows_.size());
   for (int i = 0; i < n; i++) {
     const Row &row = rows[i];
     PyObject *v = row.src >= 0 ? r[row.src] : nullptr;
     PyObject *out = nullptr;
     bool ok = false;
-    *failed = i;
-    if (disables_torch_function_ && torch_function_disabled != !(row.flags & kGlobal)) {
+    run->failed = i;
+    if (run->disables_torch_function && torch_function_disabled != !(row.flags & kGlobal)) {
       torch_function_disabled = !torch_function_disabled;
       TLS::set_disabled_state(torch_function_disabled
                                   ? at::impl::TorchFunctionDisabledState::ALL_DISABLED
@@ -555,7 +737,7 @@ bool GuardProgram::execute(PyObject *const *locals, PyObject **r, std::vector<Py
     case Op::check_equals:
       ok = v == row.object || (Py_TYPE(v) == Py_TYPE(row.object) && compare_equal(v, row.object));
       break;
-    case Op::check_length: ok = PySequence_Length(v) == row.a && !PyErr_Occurred(); break;
+    case Op::check_length: ok = length_is(row, v); break;
     case Op::check_dict_length: ok = PyDict_Check(v) && PyDict_GET_SIZE(v) == row.a; break;
     case Op::check_dict: ok = (int64_t)Py_TYPE(v) == row.a && PyDict_GET_SIZE(v) == row.b; break;
     case Op::check_tuple_iterator: {
@@ -571,7 +753,7 @@ bool GuardProgram::execute(PyObject *const *locals, PyObject **r, std::vector<Py
       Py_XDECREF(keys);
       break;
     }
-    case Op::check_no_attr: ok = attribute_is_absent(v, row.object); break;
+    case Op::check_no_attr: ok = attributes_are_absent(row, v); break;
     case Op::check_dict_contains: {
       int has = PyDict_Check(v) ? PyDict_Contains(v, row.object) : 0;
       ok = has >= 0 && has == row.a;
@@ -592,9 +774,7 @@ bool GuardProgram::execute(PyObject *const *locals, PyObject **r, std::vector<Py
     case Op::check_dual_level: ok = dual_level_is(row.a); break;
     case Op::check_dict_version: ok = PyDict_Check(v) && (int64_t)dict_version(v) == row.a; break;
     case Op::check_default_device: ok = default_device_is(row.object); break;
-    case Op::check_global_state:
-      ok = consume_truth(reinterpret_cast<PyCFunction>(row.payload)(row.object, nullptr));
-      break;
+    case Op::check_global_state: ok = global_state_is(row, local_keys); break;
     case Op::check_function_modes: ok = function_modes_match(row.object); break;
     case Op::check_dispatch_keys:
       try {
@@ -632,7 +812,7 @@ bool GuardProgram::execute(PyObject *const *locals, PyObject **r, std::vector<Py
       r[row.dst] = out;
       if (row.flags & (kOwned | kTakeReference)) {
         if (row.flags & kTakeReference) Py_INCREF(out);
-        owned->push_back(out);
+        run->owned.push_back(out);
       }
     } else if (!ok) {
       return false;

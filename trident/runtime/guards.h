@@ -10,7 +10,10 @@
 #define TRIDENT_GUARDS_H
 
 #include "cpython_frame.h"
+#include "memo.h"
 
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
 #include <string>
@@ -52,6 +55,28 @@ struct Row {
 };
 static_assert(sizeof(Row) == 48, "Row layout");
 
+/* Row::flags */
+constexpr uint16_t kOwned = 1;         /* the fetch returns a new reference */
+constexpr uint16_t kTakeReference = 2; /* borrowed, but Python may run before its last use */
+constexpr uint16_t kGlobal = 4;        /* reads global state: runs with torch function as it is */
+constexpr uint16_t kPlain = 8;         /* fails where Python would have to be called */
+constexpr uint16_t kDistinct = 16;     /* the payload is a Distinct */
+
+bool may_call_python(const Row &row);
+/* Does comparing such an object with another of its type call no Python? */
+bool compares_plainly(const PyObject *o);
+
+/* Has the object, whose attributes are looked up without Python, none of the row's names? */
+bool attributes_are_absent_plainly(const Row &row, PyObject *o);
+
+bool tensor_matches(const TensorSpec &spec, PyObject *value, const c10::impl::LocalDispatchKeySet &local);
+/* Where a tensor's metadata is, and whether it requires a gradient. */
+void find_near(PyObject *tensor, const CacheLine *near[2]);
+bool pointers_distinct(const std::vector<int32_t> &members, PyObject *const *registers);
+inline size_t pointer_hash(const PyObject *o) {
+  return (reinterpret_cast<uintptr_t>(o) >> 4) * 0x9E3779B97F4A7C15ull >> 32;
+}
+
 /* Objects that a run of guards hands over to the plan; owns those that the plan does not set to null. */
 class Fetched {
 public:
@@ -84,18 +109,33 @@ public:
   /* True if all rows pass. `locals` has one (borrowed, possibly null) entry per frame local.
    * On failure `*failed` is the row that failed. `fetched` (or null) gets the registers to hand over. */
   bool run(PyObject *const *locals, int *failed, Fetched *fetched);
+  /* One row, which owns nothing and calls no Python. */
+  bool run_row(const Row &row, PyObject *const *locals, PyObject **registers) const;
 
   size_t size() const { return rows_.size(); }
   const Row &row(size_t i) const { return rows_[i]; }
+  int n_registers() const { return n_registers_; }
+  int n_locals() const { return static_cast<int>(PyTuple_GET_SIZE(framelocals_)); }
+  const std::vector<int> &fetched() const { return fetched_; }
+  bool is_opened(int r) const { return opened_[r]; } /* is a dict of it, or an entry, fetched? */
+  const Memos &memos() const { return memos_; }
+  void use_memos(bool use) { uses_memos_ = use && dict_versions_reliable; }
   int traverse(visitproc visit, void *arg) const;
 
 private:
   bool decode(Row *row);
   void seal();
-  bool execute(PyObject *const *locals, PyObject **registers, std::vector<PyObject *> *owned,
-               int *failed) const;
+  struct Run; /* one run's state */
+  bool execute(const Row *rows, size_t n, Run *run) const;
+  bool execute_rows(const Row *rows, int n, Run *run, at::impl::TorchFunctionDisabledState state) const;
+  bool run_memo(Memo *memo, PyObject *const *locals, Fetched *fetched);
+  bool run_all(PyObject *const *locals, int *failed, Fetched *fetched, Memo *memo);
   std::vector<Row> rows_;
+  std::vector<std::unique_ptr<TensorSpec>> specs_;
   std::vector<int> fetched_;
+  std::vector<bool> opened_;
+  Memos memos_;
+  bool uses_memos_ = dict_versions_reliable;
   int n_registers_;
   PyObject *framelocals_; /* tuple of names, owned */
   bool disables_torch_function_ = false;
@@ -104,8 +144,9 @@ private:
 
 const char *const *guard_op_names(); /* null-terminated, in the order of Op */
 
-/* Private Python-side objects that rows read: torch.utils._device.__dict__, torch.autograd.forward_ad. */
-void set_guard_modules(PyObject *device_dict, PyObject *forward_ad);
+/* Private Python-side objects that rows read: torch.utils._device.__dict__, torch.autograd.forward_ad; and
+ * is GlobalStateGuard as GlobalState knows it? */
+void set_guard_modules(PyObject *device_dict, PyObject *forward_ad, bool knows_global_state);
 
 /* 3.11: the type of functions with a door, which guards take for plain ones; null before the first. */
 extern PyTypeObject *doored_function_type;

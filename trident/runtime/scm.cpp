@@ -1,5 +1,7 @@
 #include "scm.h"
 
+#include <algorithm>
+
 namespace trident {
 namespace {
 
@@ -72,33 +74,96 @@ void scm_unref(Scm *scm) {
 
 void scm_set_list(Scm *scm, SpecializationList *list) {
   SpecializationList *former = scm->list;
+  auto place = [&](Specialization *s) { /* -1: new */
+    auto found = std::find(former->items.begin(), former->items.end(), s);
+    return found == former->items.end() ? -1 : found - former->items.begin();
+  };
+  std::stable_sort(list->items.begin(), list->items.end(),
+                   [&](Specialization *a, Specialization *b) { return place(a) < place(b); });
+  scm->discriminator.forget();
   scm->list = list;
   list_unref(former);
 }
+
+namespace {
+
+struct Call {
+  PyObject *callback;
+  int64_t isolate_id;
+  PyObject *const *locals;
+  bool need_plan;
+  Fetched *fetched;
+};
+
+/* For a call like this, whatever its arguments. */
+bool is_eligible(Specialization *s, const Call &call) {
+  return s->alive && s->guards != nullptr && (!call.need_plan || s->plan != nullptr) &&
+         (s->isolate_id == call.isolate_id || s->isolate_id == -1) && callback_matches(s, call.callback);
+}
+
+bool fits(Specialization *s, const Call &call) {
+  call.fetched->clear();
+  return s->guards->run(call.locals, &s->last_failed, call.fetched) &&
+         s->alive && /* a guard's Python may invalidate it */
+         plan_can_run(s, call.locals);
+}
+
+/* As Dynamo does with the entry that it uses. */
+void move_to_front(SpecializationList *list, Specialization *s) {
+  auto found = std::find(list->items.begin(), list->items.end(), s);
+  if (found != list->items.end()) std::rotate(list->items.begin(), found, found + 1);
+}
+
+/* Tells the discriminator how all others failed. */
+void learn(Scm *scm, SpecializationList *list, const Call &call, Specialization *passed) {
+  std::vector<std::pair<Specialization *, int>> others;
+  for (Specialization *s : list->items) {
+    if (s == passed || !s->alive || s->guards == nullptr) continue;
+    int failed = -1;
+    if (s->guards->run(call.locals, &failed, nullptr)) failed = -1; /* not the only one */
+    others.emplace_back(s, failed);
+  }
+  if (scm->list == list) scm->discriminator.learn(call.locals, passed, others);
+}
+
+constexpr size_t kFew = 2; /* are tried one after the other */
+
+Specialization *select(Scm *scm, SpecializationList *list, const Call &call) {
+  const bool many = list->items.size() > kFew;
+  if (many) {
+    Specialization *only = scm->discriminator.find(call.locals);
+    if (only != nullptr && is_eligible(only, call) && fits(only, call)) return only;
+  }
+  for (size_t i = 0; i < list->items.size(); i++) {
+    Specialization *s = list->items[i];
+    if (!is_eligible(s, call) || !fits(s, call)) continue;
+    if (many && scm->discriminator.is_learning()) {
+      s->references++;
+      learn(scm, list, call, s);
+      const bool alive = s->alive;
+      specialization_unref(s);
+      if (!alive) continue;
+    }
+    return s;
+  }
+  return nullptr;
+}
+
+} // namespace
 
 bool scm_select(Scm *scm, PyObject *callback, int64_t isolate_id, PyObject *const *locals,
                 bool need_plan, Specialization **out, Fetched *fetched) {
   SpecializationList *list = scm->list;
   list->references++;
-  bool found = false;
-  for (size_t i = 0; i < list->items.size(); i++) {
-    Specialization *s = list->items[i];
-    if (!s->alive || (need_plan && s->plan == nullptr)) continue;
-    if (s->isolate_id != isolate_id && s->isolate_id != -1) continue;
-    if (!callback_matches(s, callback)) continue;
-    fetched->clear();
-    if (s->guards == nullptr || !s->guards->run(locals, &s->last_failed, fetched)) continue;
-    if (!s->alive) continue; /* a guard's Python invalidated it */
-    if (!plan_can_run(s, locals)) continue;
-    s->references++;
-    *out = s;
-    found = true;
-    if (i > 0 && list->references == 2 && scm->list == list) /* nobody else iterates */
-      std::swap(list->items[0], list->items[i]);
-    break;
+  Specialization *found = select(scm, list, {callback, isolate_id, locals, need_plan, fetched});
+  if (found != nullptr) {
+    found->references++;
+    *out = found;
+    if (list->items[0] != found && list->references == 2 && scm->list == list) /* nobody else iterates */
+      move_to_front(list, found);
   }
   list_unref(list);
-  return found;
+  return found != nullptr;
 }
 
 } // namespace trident

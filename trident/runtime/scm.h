@@ -9,6 +9,7 @@
 #ifndef TRIDENT_SCM_H
 #define TRIDENT_SCM_H
 
+#include "discriminator.h"
 #include "guards.h"
 
 namespace trident {
@@ -47,7 +48,7 @@ struct Specialization {
 
 struct SpecializationList {
   int64_t references = 1;
-  std::vector<Specialization *> items; /* owned */
+  std::vector<Specialization *> items; /* owned; in Dynamo's order: the last used or made first */
 };
 
 struct Counters {
@@ -58,6 +59,7 @@ struct Scm {
   int64_t references = 1;
   PyCodeObject *code = nullptr; /* borrowed: the owner forgets the Scm when the code dies */
   SpecializationList *list = nullptr;
+  Discriminator discriminator; /* of those in the list */
   Specialization *skipped = nullptr; /* plan for a frame that Dynamo skips, owned */
   bool stale = false;                /* specializations wait to be built at the next call */
   Counters counters;
@@ -77,7 +79,8 @@ Specialization *specialization_new();
 void specialization_unref(Specialization *s);
 Scm *scm_new(PyCodeObject *code, PyObject *owner);
 void scm_unref(Scm *scm);
-void scm_set_list(Scm *scm, SpecializationList *list); /* steals */
+/* Steals; those that were there before stay in their order, behind the new ones. */
+void scm_set_list(Scm *scm, SpecializationList *list);
 
 /* Tries each live specialization that fits the callback; on success *out is pinned (a new reference).
  * `strict` re-checks with Dynamo's own guards through the owner. */
