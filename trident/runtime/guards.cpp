@@ -566,7 +566,7 @@ struct GuardProgram::Run {
   PyObject **registers;
   bool disables_torch_function; /* for the rows that may call Python */
   int failed = -1;
-  std::vector<PyObject *> owned{}; /* no allocation unless something is owned */
+  c10::SmallVector<PyObject *, 16> owned{};
   ~Run() {
     for (PyObject *o : owned) Py_DECREF(o);
   }

@@ -49,6 +49,8 @@ public:
     }
     if (covered < kFewRows) return nullptr;
     memo_->calls_python = i < n;
+    if (!memo_->calls_python)
+      for (Row &row : memo_->rest) row.flags &= ~kTakeReference; /* nothing drops what they borrow */
     for (; i < n; i++) keep(program_.row(i));
     for (int r : program_.fetched()) used_.insert(r);
     if (memo_->calls_python)
