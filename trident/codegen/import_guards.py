@@ -20,6 +20,7 @@ from torch_mlir import ir
 
 from trident.capture.tree import GuardTree, Leaf, Node
 from trident.codegen.dialect import Emitter, Reference
+from trident.codegen.import_shapes import import_shapes
 from trident.codegen.registry import register
 from trident.errors import UnsupportedGuard
 
@@ -512,11 +513,10 @@ TENSOR_FIELDS = (
 
 @leaf_rule("LAMBDA_GUARD", "LAMBDA_GUARD_NO_FRAMELOCALS")
 def guard_lambda(context: Context, value: Value, payload: dict[str, Any]) -> None:
-    function = context.object(payload["fn"])
-    if value is None:
-        context.check_all("check_lambda_locals", [], object=function)
-    else:
-        context.check("check_lambda", value, object=function)
+    if value is not None:
+        context.check("check_lambda", value, object=context.object(payload["fn"]))
+    elif not import_shapes(context, payload):
+        context.check_all("check_lambda_locals", [], object=context.object(payload["fn"]))
 
 
 @leaf_rule("DIMENSION_DYNAMIC_MARKING_GUARD")

@@ -74,7 +74,7 @@ _ADDRESS_FIELD = {
     "check_range_iterator": "b",
 }
 # Operations whose object says nothing that its label does not, or holds addresses.
-_OPAQUE = ("globals", "check_tensor", "check_dispatch_keys")
+_OPAQUE = ("globals", "check_tensor", "check_dispatch_keys", "check_shapes")
 
 
 def _row_text(row: Row) -> str:
@@ -301,3 +301,10 @@ def lower_same(context: Context, op: ir.Operation) -> Row:
 def lower_no_alias(context: Context, op: ir.Operation) -> Row:
     registers = tuple(context.register(value) for value in op.operands)
     return context.row(op, obj=registers)._replace(src=-1)
+
+
+@row_rule("check_shapes")
+def lower_shapes(context: Context, op: ir.Operation) -> Row:
+    function, *rest = context.object(op)
+    registers = tuple(context.register(value) for value in op.operands)
+    return context.row(op, obj=(function, registers, *rest))._replace(src=-1)

@@ -1,4 +1,5 @@
 #include "guards.h"
+#include "shape_guards.h"
 
 #include <alloca.h>
 #include <cmath>
@@ -235,6 +236,17 @@ bool attribute_is_absent(PyObject *o, PyObject *name) {
   return found == 0;
 }
 
+/* A function of Dynamo's that takes the frame's locals as a dict. */
+bool holds_of_locals(PyObject *function, PyObject *names, PyObject *const *locals) {
+  PyObject *dict = PyDict_New();
+  for (Py_ssize_t i = 0; dict != nullptr && i < PyTuple_GET_SIZE(names); i++)
+    if (locals[i] != nullptr && PyDict_SetItem(dict, PyTuple_GET_ITEM(names, i), locals[i]) < 0)
+      Py_CLEAR(dict);
+  bool holds = dict != nullptr && consume_truth(PyObject_CallOneArg(function, dict));
+  Py_XDECREF(dict);
+  return holds;
+}
+
 bool range_iterator_is(PyObject *o, PyObject *bounds, int64_t type_id) {
   if ((int64_t)Py_TYPE(o) != type_id) return false;
   long start, stop, step, want_start, want_stop, want_step;
@@ -274,7 +286,7 @@ bool may_call_python(const Row &row) {
   case Op::call_no_args: case Op::call: case Op::check_equals: case Op::check_length:
   case Op::check_mapping_keys: case Op::check_no_attr: case Op::check_dict_contains:
   case Op::check_set_contains: case Op::check_lambda: case Op::check_lambda_locals:
-  case Op::check_leaf: case Op::set_item:
+  case Op::check_leaf: case Op::check_shapes: case Op::set_item:
     return true;
   default:
     return false;
@@ -302,6 +314,7 @@ GuardProgram::~GuardProgram() {
     if (row.op == Op::check_tensor) delete static_cast<TensorSpec *>(row.payload);
     else if (row.op == Op::check_no_alias) delete static_cast<std::vector<int32_t> *>(row.payload);
     else if (row.op == Op::check_dispatch_keys) delete static_cast<KeysetSpec *>(row.payload);
+    else if (row.op == Op::check_shapes) delete_shape_program(static_cast<ShapeProgram *>(row.payload));
     Py_CLEAR(row.object);
   }
   Py_DECREF(framelocals_);
@@ -359,6 +372,9 @@ bool GuardProgram::decode(Row *row) {
     row->payload = new KeysetSpec{applied_keyset(keyset, include, exclude)};
     return true;
   }
+  case Op::check_shapes:
+    row->payload = new_shape_program(row->object, n_registers_);
+    return row->payload != nullptr;
   case Op::check_same:
     if (row->a < 0 || row->a >= n_registers_) {
       PyErr_SetString(PyExc_ValueError, "check_same: register range");
@@ -420,6 +436,8 @@ void GuardProgram::seal() {
     if (row.op == Op::check_same) last_use[row.a] = i;
     if (row.op == Op::check_no_alias)
       for (int32_t r : *static_cast<std::vector<int32_t> *>(row.payload)) last_use[r] = i;
+    if (row.op == Op::check_shapes)
+      for (int32_t r : shape_registers(*static_cast<ShapeProgram *>(row.payload))) last_use[r] = i;
   }
   for (int r : fetched_) last_use[r] = static_cast<int>(rows_.size());
   int next_python = -1; /* the first row from here on that may call Python */
@@ -615,13 +633,12 @@ bool GuardProgram::execute(PyObject *const *locals, PyObject **r, std::vector<Py
            consume_truth(PyObject_CallOneArg(row.object, Py_None));
       break;
     case Op::check_lambda: ok = consume_truth(PyObject_CallOneArg(row.object, v)); break;
-    case Op::check_lambda_locals: {
-      PyObject *dict = PyDict_New();
-      for (Py_ssize_t k = 0; dict != nullptr && k < PyTuple_GET_SIZE(framelocals_); k++)
-        if (locals[k] != nullptr && PyDict_SetItem(dict, PyTuple_GET_ITEM(framelocals_, k), locals[k]) < 0)
-          Py_CLEAR(dict);
-      ok = dict != nullptr && consume_truth(PyObject_CallOneArg(row.object, dict));
-      Py_XDECREF(dict);
+    case Op::check_lambda_locals: ok = holds_of_locals(row.object, framelocals_, locals); break;
+    case Op::check_shapes: {
+      const auto &shapes = *static_cast<ShapeProgram *>(row.payload);
+      Verdict verdict = shapes_hold(shapes, r);
+      ok = verdict == Verdict::yes ||
+           (verdict == Verdict::undecided && holds_of_locals(shape_function(shapes), framelocals_, locals));
       break;
     }
     case Op::check_lambda_no_args: ok = consume_truth(PyObject_CallNoArgs(row.object)); break;
