@@ -216,8 +216,8 @@ class Build:
                     if leaf.kind == "STORAGE_OVERLAPPING":
                         leaf.payload["overlapping"] = group is groups[0]
                     elif leaf.kind == "SYMBOLIC_SHAPE_GUARD":
-                        numbers = {"n_int": args[1], "n_float": args[2]}
-                        leaf.payload.update(position=position, **numbers)
+                        numbers = dict(zip(("n_int", "n_float", "address"), args[1:], strict=False))
+                        leaf.payload.update(position=position, library=args[4], **numbers)
                     elif leaf.kind not in ("OBJECT_ALIASING", "NO_TENSOR_ALIASING"):
                         source = self.track(manager).node.source
                         self.problem(f"{source}: guard kind {leaf.kind} ({function}) is unknown")

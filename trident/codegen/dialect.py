@@ -116,7 +116,9 @@ CHECKS: dict[str, tuple[str, ...]] = {
 # Checks of any number of values.
 RELATIONS: dict[str, tuple[str, ...]] = {
     "check_no_alias": (),
+    "check_overlap": ("overlapping", "object"),
     "check_shapes": ("object",),
+    "check_symbolic_shapes": ("integers", "object"),
 }
 GUARD_OPS = (*ROOT_FETCHES, *FETCHES, *ROOT_CHECKS, *CHECKS, "check_same", *RELATIONS)
 # Steps of a plan that fetch or make an object, or have an effect, and their attributes.

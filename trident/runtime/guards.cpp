@@ -1,4 +1,5 @@
 #include "guards.h"
+#include "relation_guards.h"
 #include "shape_guards.h"
 
 #include <alloca.h>
@@ -277,6 +278,8 @@ bool op_is_global(Op op) { /* Dynamo runs these before it disables torch functio
          op == Op::check_lambda_no_args;
 }
 
+bool is_relation(Op op) { return op == Op::check_overlap || op == Op::check_symbolic_shapes; }
+
 /* A dict_item row with an exact string key finds it without calling Python. */
 bool may_call_python(const Row &row) {
   switch (row.op) {
@@ -286,7 +289,7 @@ bool may_call_python(const Row &row) {
   case Op::call_no_args: case Op::call: case Op::check_equals: case Op::check_length:
   case Op::check_mapping_keys: case Op::check_no_attr: case Op::check_dict_contains:
   case Op::check_set_contains: case Op::check_lambda: case Op::check_lambda_locals:
-  case Op::check_leaf: case Op::check_shapes: case Op::set_item:
+  case Op::check_leaf: case Op::check_shapes: case Op::check_overlap: case Op::set_item:
     return true;
   default:
     return false;
@@ -314,6 +317,7 @@ GuardProgram::~GuardProgram() {
     if (row.op == Op::check_tensor) delete static_cast<TensorSpec *>(row.payload);
     else if (row.op == Op::check_no_alias) delete static_cast<std::vector<int32_t> *>(row.payload);
     else if (row.op == Op::check_dispatch_keys) delete static_cast<KeysetSpec *>(row.payload);
+    else if (is_relation(row.op)) delete static_cast<Relation *>(row.payload);
     else if (row.op == Op::check_shapes) delete_shape_program(static_cast<ShapeProgram *>(row.payload));
     Py_CLEAR(row.object);
   }
@@ -372,6 +376,9 @@ bool GuardProgram::decode(Row *row) {
     row->payload = new KeysetSpec{applied_keyset(keyset, include, exclude)};
     return true;
   }
+  case Op::check_overlap: case Op::check_symbolic_shapes:
+    row->payload = new_relation(row->object, n_registers_);
+    return row->payload != nullptr;
   case Op::check_shapes:
     row->payload = new_shape_program(row->object, n_registers_);
     return row->payload != nullptr;
@@ -436,6 +443,8 @@ void GuardProgram::seal() {
     if (row.op == Op::check_same) last_use[row.a] = i;
     if (row.op == Op::check_no_alias)
       for (int32_t r : *static_cast<std::vector<int32_t> *>(row.payload)) last_use[r] = i;
+    if (is_relation(row.op))
+      for (int32_t r : static_cast<Relation *>(row.payload)->registers) last_use[r] = i;
     if (row.op == Op::check_shapes)
       for (int32_t r : shape_registers(*static_cast<ShapeProgram *>(row.payload))) last_use[r] = i;
   }
@@ -634,6 +643,10 @@ bool GuardProgram::execute(PyObject *const *locals, PyObject **r, std::vector<Py
       break;
     case Op::check_lambda: ok = consume_truth(PyObject_CallOneArg(row.object, v)); break;
     case Op::check_lambda_locals: ok = holds_of_locals(row.object, framelocals_, locals); break;
+    case Op::check_overlap: ok = storages_overlap(*static_cast<Relation *>(row.payload), row.a, r); break;
+    case Op::check_symbolic_shapes:
+      ok = symbolic_shapes_hold(*static_cast<Relation *>(row.payload), row.b, row.a, r);
+      break;
     case Op::check_shapes: {
       const auto &shapes = *static_cast<ShapeProgram *>(row.payload);
       Verdict verdict = shapes_hold(shapes, r);

@@ -30,7 +30,7 @@ namespace trident {
   X(check_dual_level) X(check_dict_version) X(check_default_device) X(check_global_state)           \
   X(check_function_modes) X(check_dispatch_keys) X(check_tensor) X(check_no_alias) X(check_same)    \
   X(check_saved_tensor_hooks) X(check_lambda) X(check_lambda_locals) X(check_lambda_no_args)        \
-  X(check_leaf) X(check_shapes)
+  X(check_leaf) X(check_shapes) X(check_overlap) X(check_symbolic_shapes)
 
 enum class Op : uint16_t {
 #define X(name) name,
