@@ -11,6 +11,11 @@ from trident.codegen.import_guards import leaf_rule
 from trident.errors import TridentError, UnsupportedGuard
 
 
+def shape_leaf(relation: int, position: int) -> Any:
+    numbers = {"n_int": 2, "n_float": 0, "address": 0, "library": None}
+    return leaf("SYMBOLIC_SHAPE_GUARD", "s0", relation=relation, position=position, **numbers)
+
+
 @pytest.mark.parametrize(
     ("guards", "message"),
     [
@@ -49,16 +54,20 @@ from trident.errors import TridentError, UnsupportedGuard
             "a str that is no 64-bit int",
         ),
         (
-            tree(local("x", leaf("SYMBOLIC_SHAPE_GUARD", "s0", relation=0))),
-            "symbolic shape guards have no native form",
+            tree(local("x", leaf("SYMBOLIC_SHAPE_GUARD", "s0", relation=0, position=1))),
+            "s0: its index is None, not 1",
         ),
         (
-            tree(local("x", node("indexed_manager", 0, "L['x']"))),
-            "symbolic shape guards have no native form",
+            tree(local("x", node("indexed_manager", 0, "pair", leaf("NONE_MATCH", "none")))),
+            "pair: a guard looks at a pair of index and value",
         ),
         (
-            tree(local("x", leaf("STORAGE_OVERLAPPING", "overlap", relation=0))),
-            "storage overlap guards have no native form",
+            tree(local("x", node("indexed_manager", 0, "pair", shape_leaf(0, position=1)))),
+            "s0: its index is 0, not 1",
+        ),
+        (
+            tree(local("x", node("indexed_manager", 1, "pair", shape_leaf(0, position=1)))),
+            r"values at the positions \[1\]",
         ),
         (
             tree(local("x", node("type_manager", None, "d", is_dict_manager=True))),

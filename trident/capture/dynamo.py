@@ -86,6 +86,12 @@ def guards_c() -> ModuleType:
     return torch._C._dynamo.guards
 
 
+def overlapping_tensors() -> Any:
+    """``compute_overlapping_tensors(tensors, symbolic)``: the indices of tensors that may share
+    memory with another one. STORAGE_OVERLAPPING guards compute the same, not symbolically."""
+    return guards_c().compute_overlapping_tensors
+
+
 def guards_py() -> ModuleType:
     """The Python side of guards (2.11 to 2.15)."""
     return torch._dynamo.guards

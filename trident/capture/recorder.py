@@ -95,6 +95,8 @@ class Build:
         self.problems: list[str] = []
         self.functions: dict[int, weakref.ref[Any]] = {}
         self.alone: list[Any] = []
+        # The source of the function that Dynamo wrote last.
+        self.source: str | None = None
 
     def problem(self, text: str) -> None:
         if text not in self.problems:
@@ -183,6 +185,9 @@ class Build:
             hooks = payload.saved_tensors_hooks(args[0], _saved_tensors_hooks_code)
             if hooks is not None:
                 leaf.kind, leaf.payload = "SAVED_TENSORS_HOOKS", hooks
+            elif self.source is not None:
+                # If it is another's, that shows when it is read (guard_source.py).
+                leaf.payload["source"], self.source = self.source, None
 
     def epilogue(self, manager: Any, args: tuple[Any, ...]) -> None:
         tracked = self.track(manager)
@@ -211,8 +216,8 @@ class Build:
                     if leaf.kind == "STORAGE_OVERLAPPING":
                         leaf.payload["overlapping"] = group is groups[0]
                     elif leaf.kind == "SYMBOLIC_SHAPE_GUARD":
-                        numbers = {"n_int": args[1], "n_float": args[2]}
-                        leaf.payload.update(position=position, **numbers)
+                        numbers = dict(zip(("n_int", "n_float", "address"), args[1:], strict=False))
+                        leaf.payload.update(position=position, library=args[4], **numbers)
                     elif leaf.kind not in ("OBJECT_ALIASING", "NO_TENSOR_ALIASING"):
                         source = self.track(manager).node.source
                         self.problem(f"{source}: guard kind {leaf.kind} ({function}) is unknown")
@@ -322,6 +327,20 @@ def _relation(original: Any, function: str) -> Callable[..., Any]:
     return wrapper
 
 
+def _written(original: Any) -> Callable[..., Any]:
+    """``build_guard_function``, followed by a note of the source that it returns."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        build = _current()
+        if build is not None:
+            build.source = result[1] if type(result) is tuple and type(result[-1]) is str else None
+        return result
+
+    return wrapper
+
+
 def _begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Build | None:
     try:
         code = args[0] if args else kwargs["f_code"]
@@ -403,6 +422,8 @@ def install() -> None:
         for name, function in list(vars(py).items()):
             if name.startswith("install_") and getattr(c, name, None) is function:
                 _patches.put(py, name, _relation(function, name))
+        if hasattr(py, "build_guard_function"):
+            _patches.put(py, "build_guard_function", _written(py.build_guard_function))
         manager = py.CheckFunctionManager
         _patches.put(manager, "__init__", _delimited(manager.__init__))
     except BaseException:

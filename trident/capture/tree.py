@@ -30,12 +30,13 @@ DICT_VERSION                          tag
 TENSOR_MATCH                          type_id, keyset, tls_include, tls_exclude, dtype,
                                       device_index (-1: none), requires_grad, sizes, strides
                                       (tuples of ``int | None``, None: any)
-LAMBDA_GUARD, LAMBDA_GUARD_NO_ARGS,   fn
+LAMBDA_GUARD, LAMBDA_GUARD_NO_ARGS,   fn; source, the text that Dynamo made it of (where it did)
 LAMBDA_GUARD_NO_FRAMELOCALS
 SAVED_TENSORS_HOOKS                   fn, ids_is_none (Dynamo's class is LAMBDA_GUARD)
 NO_TENSOR_ALIASING, OBJECT_ALIASING   relation (one object shared by all leaves of a relation)
 STORAGE_OVERLAPPING                   relation, overlapping (bool)
-SYMBOLIC_SHAPE_GUARD                  relation, position, n_int, n_float
+SYMBOLIC_SHAPE_GUARD                  relation, position, n_int, n_float, address (of a C function
+                                      ``int8_t (int64_t *, double *)``), library (keeps it loaded)
 NONE_MATCH, NOT_NONE, TRUE_MATCH, FALSE_MATCH, FLOAT_IS_NAN, COMPLEX_IS_NAN    (empty)
 DIMENSION_DYNAMIC_MARKING_GUARD       expected (attribute -> set of dimensions), absent (list of
                                       attributes), dependent, leaf

@@ -113,7 +113,14 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "check_lambda": ("object",),
     "check_leaf": ("object",),
 }
-GUARD_OPS = (*ROOT_FETCHES, *FETCHES, *ROOT_CHECKS, *CHECKS, "check_same", "check_no_alias")
+# Checks of any number of values.
+RELATIONS: dict[str, tuple[str, ...]] = {
+    "check_no_alias": (),
+    "check_overlap": ("overlapping", "object"),
+    "check_shapes": ("object",),
+    "check_symbolic_shapes": ("integers", "object"),
+}
+GUARD_OPS = (*ROOT_FETCHES, *FETCHES, *ROOT_CHECKS, *CHECKS, "check_same", *RELATIONS)
 # Steps of a plan that fetch or make an object, or have an effect, and their attributes.
 PLAN_STEPS: dict[str, tuple[str, ...]] = {
     "get_attr": ("object",),
@@ -179,11 +186,12 @@ def _define_operations() -> None:
         for name, attributes in table.items():
             _define(name, {**operands, **dict.fromkeys(attributes, integer), **label, **results})
     _define("check_same", {"value": value, "other": value, **label})
-    _define("check_no_alias", {"values": Sequence[value], **label})  # type: ignore[valid-type]
     _define("argument", {"index": integer, **result})
     _define("free_variable", {"index": integer, **result})
     _define("constant", {"object": integer, **result})
     values = {"values": Sequence[value]}  # type: ignore[valid-type]
+    for name, attributes in RELATIONS.items():
+        _define(name, {**values, **dict.fromkeys(attributes, integer), **label})
     _define("pass", values, terminator=True)
     for name, attributes in PLAN_STEPS.items():
         _define(name, {**values, **dict.fromkeys(attributes, integer), **result})

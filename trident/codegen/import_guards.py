@@ -18,8 +18,10 @@ from typing import Any, TypeAlias
 
 from torch_mlir import ir
 
+from trident.capture import dynamo
 from trident.capture.tree import GuardTree, Leaf, Node
 from trident.codegen.dialect import Emitter, Reference
+from trident.codegen.import_shapes import import_shapes
 from trident.codegen.registry import register
 from trident.errors import UnsupportedGuard
 
@@ -44,7 +46,7 @@ def accessor_rule(*methods: str) -> Callable[[AccessorRule], AccessorRule]:
 class Context:
     """What rules emit through: the program under construction and where in the tree they are."""
 
-    __slots__ = ("_emitter", "framelocals", "label", "relations", "source")
+    __slots__ = ("_emitter", "framelocals", "index", "label", "members", "relations", "source")
 
     def __init__(self, emitter: Emitter) -> None:
         self._emitter = emitter
@@ -53,6 +55,10 @@ class Context:
         self.label = 0
         # Per relation (by identity): its check, label, and members in the order of their guards.
         self.relations: dict[int, tuple[str, int, list[ir.Value]]] = {}
+        # The payload of each of these members.
+        self.members: dict[int, list[dict[str, Any]]] = {}
+        # What the last accessor of an indexed value said.
+        self.index: Any = None
 
     def describe(self, text: str) -> None:
         """Label what is emitted from here on with the current source and `text`."""
@@ -100,8 +106,10 @@ class Context:
             raise self.unsupported("it looks at the frame's locals as a whole")
         return value
 
-    def relate(self, name: str, relation: Any, value: Value) -> None:
-        """Make `value` a member of `relation`, to be checked by `name` after all fetches."""
+    def relate(self, name: str, payload: dict[str, Any], value: Value) -> None:
+        """Make `value` a member of a relation, to be checked by `name` after all fetches."""
+        relation = payload["relation"]
+        self.members.setdefault(id(relation), []).append(payload)
         entry = self.relations.setdefault(id(relation), (name, self.label, []))
         if entry[0] != name:
             raise self.unsupported(f"a relation of both {entry[0]} and {name}")
@@ -190,6 +198,12 @@ def _import_leaves(context: Context, node: Node, value: Value) -> None:
         context.check("check_dict", value, type=kind, length=context.integer(node.dict_len))
     elif node.kv:
         raise UnsupportedGuard(f"{node.source}: entries are guarded but it is no dict manager")
+    if node.accessor is None or node.accessor[0] != "indexed_manager":
+        context.index = None
+    elif (
+        node.children or node.kv or {leaf.kind for leaf in node.leaves} != {"SYMBOLIC_SHAPE_GUARD"}
+    ):
+        raise UnsupportedGuard(f"{node.source}: a guard looks at a pair of index and value")
     for leaf in node.leaves:
         _import_leaf(context, value, leaf)
 
@@ -210,13 +224,57 @@ def _import_leaf(context: Context, value: Value, leaf: Leaf) -> None:
 
 
 def _import_relations(context: Context) -> None:
-    for name, label, values in context.relations.values():
+    for relation, (name, label, values) in context.relations.items():
         context.label = label
-        if name == "check_same":
-            for other in values[1:]:
-                context.check_all("check_same", [values[0], other])
-        else:
-            context.check_all(name, values)
+        RELATION_RULES[name](context, values, context.members[relation])
+
+
+RelationRule = Callable[[Context, list[ir.Value], list[dict[str, Any]]], None]
+RELATION_RULES: dict[str, RelationRule] = {}
+
+
+def relation_rule(name: str) -> Callable[[RelationRule], RelationRule]:
+    """Registers the rule for relations that are checked by `name`."""
+    return register(RELATION_RULES, name)
+
+
+@relation_rule("check_same")
+def relate_same(context: Context, values: list[ir.Value], payloads: list[dict[str, Any]]) -> None:
+    for other in values[1:]:
+        context.check_all("check_same", [values[0], other])
+
+
+@relation_rule("check_no_alias")
+def relate_no_alias(
+    context: Context, values: list[ir.Value], payloads: list[dict[str, Any]]
+) -> None:
+    context.check_all("check_no_alias", values)
+
+
+@relation_rule("check_overlap")
+def relate_overlap(
+    context: Context, values: list[ir.Value], payloads: list[dict[str, Any]]
+) -> None:
+    pairs = list(zip(values, payloads, strict=True))
+    overlapping = [value for value, payload in pairs if payload["overlapping"]]
+    others = [value for value, payload in pairs if not payload["overlapping"]]
+    function = context.object(dynamo.overlapping_tensors(), "Dynamo's compute_overlapping_tensors")
+    n = len(overlapping)
+    context.check_all("check_overlap", overlapping + others, overlapping=n, object=function)
+
+
+@relation_rule("check_symbolic_shapes")
+def relate_symbolic_shapes(
+    context: Context, values: list[ir.Value], payloads: list[dict[str, Any]]
+) -> None:
+    first, positions = payloads[0], [payload["position"] for payload in payloads]
+    n_int = context.integer(first["n_int"])
+    if sorted(positions) != list(range(n_int + context.integer(first["n_float"]))):
+        raise context.unsupported(f"values at the positions {positions}")
+    ordered = [values[positions.index(position)] for position in range(len(positions))]
+    entry = (context.integer(first["address"]), first["library"])
+    function = context.object(entry, "C function")
+    context.check_all("check_symbolic_shapes", ordered, integers=n_int, object=function)
 
 
 # Accessors of the frame itself.
@@ -375,8 +433,10 @@ def fetch_lambda(context: Context, value: Value, key: Any) -> ir.Value:
 
 
 @accessor_rule("indexed_manager")
-def reject_indexed(context: Context, value: Value, key: Any) -> ir.Value:
-    raise context.unsupported("C++ symbolic shape guards have no native form yet")
+def fetch_indexed(context: Context, value: Value, key: Any) -> ir.Value:
+    # Dynamo makes a pair of index and value, which only SYMBOLIC_SHAPE_GUARD looks at.
+    context.index = key
+    return context.required(value)
 
 
 # Leaf guards of a value.
@@ -512,11 +572,10 @@ TENSOR_FIELDS = (
 
 @leaf_rule("LAMBDA_GUARD", "LAMBDA_GUARD_NO_FRAMELOCALS")
 def guard_lambda(context: Context, value: Value, payload: dict[str, Any]) -> None:
-    function = context.object(payload["fn"])
-    if value is None:
-        context.check_all("check_lambda_locals", [], object=function)
-    else:
-        context.check("check_lambda", value, object=function)
+    if value is not None:
+        context.check("check_lambda", value, object=context.object(payload["fn"]))
+    elif not import_shapes(context, payload):
+        context.check_all("check_lambda_locals", [], object=context.object(payload["fn"]))
 
 
 @leaf_rule("DIMENSION_DYNAMIC_MARKING_GUARD")
@@ -579,22 +638,24 @@ def guard_saved_tensor_hooks(context: Context, value: Value, payload: dict[str, 
 
 @leaf_rule("OBJECT_ALIASING")
 def guard_same_object(context: Context, value: Value, payload: dict[str, Any]) -> None:
-    context.relate("check_same", payload["relation"], value)
+    context.relate("check_same", payload, value)
 
 
 @leaf_rule("NO_TENSOR_ALIASING")
 def guard_no_alias(context: Context, value: Value, payload: dict[str, Any]) -> None:
-    context.relate("check_no_alias", payload["relation"], value)
+    context.relate("check_no_alias", payload, value)
 
 
 @leaf_rule("SYMBOLIC_SHAPE_GUARD")
-def reject_symbolic_shape(context: Context, value: Value, payload: dict[str, Any]) -> None:
-    raise context.unsupported("C++ symbolic shape guards have no native form yet")
+def guard_symbolic_shape(context: Context, value: Value, payload: dict[str, Any]) -> None:
+    if context.index != payload["position"]:
+        raise context.unsupported(f"its index is {context.index}, not {payload['position']}")
+    context.relate("check_symbolic_shapes", payload, value)
 
 
 @leaf_rule("STORAGE_OVERLAPPING")
-def reject_storage_overlapping(context: Context, value: Value, payload: dict[str, Any]) -> None:
-    raise context.unsupported("storage overlap guards have no native form yet")
+def guard_overlap(context: Context, value: Value, payload: dict[str, Any]) -> None:
+    context.relate("check_overlap", payload, value)
 
 
 _TYPE_IN_PART = re.compile(r"type=<class '([^']*)'>")

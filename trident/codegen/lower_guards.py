@@ -72,9 +72,13 @@ _ADDRESS_FIELD = {
     "check_dict": "a",
     "check_tuple_iterator": "b",
     "check_range_iterator": "b",
+    "check_symbolic_shapes": "b",
 }
 # Operations whose object says nothing that its label does not, or holds addresses.
-_OPAQUE = ("globals", "check_tensor", "check_dispatch_keys")
+_OPAQUE = (
+    *("globals", "check_tensor", "check_dispatch_keys"),
+    *("check_overlap", "check_shapes", "check_symbolic_shapes"),
+)
 
 
 def _row_text(row: Row) -> str:
@@ -301,3 +305,24 @@ def lower_same(context: Context, op: ir.Operation) -> Row:
 def lower_no_alias(context: Context, op: ir.Operation) -> Row:
     registers = tuple(context.register(value) for value in op.operands)
     return context.row(op, obj=registers)._replace(src=-1)
+
+
+@row_rule("check_overlap")
+def lower_overlap(context: Context, op: ir.Operation) -> Row:
+    relation = (tuple(context.register(value) for value in op.operands), context.object(op))
+    return context.row(op, a=context.integer(op, "overlapping"), obj=relation)._replace(src=-1)
+
+
+@row_rule("check_symbolic_shapes")
+def lower_symbolic_shapes(context: Context, op: ir.Operation) -> Row:
+    address, library = context.object(op)
+    relation = (tuple(context.register(value) for value in op.operands), library)
+    row = context.row(op, a=context.integer(op, "integers"), b=address, obj=relation)
+    return row._replace(src=-1)
+
+
+@row_rule("check_shapes")
+def lower_shapes(context: Context, op: ir.Operation) -> Row:
+    function, *rest = context.object(op)
+    registers = tuple(context.register(value) for value in op.operands)
+    return context.row(op, obj=(function, registers, *rest))._replace(src=-1)

@@ -224,6 +224,21 @@ inline int lookup_attribute(PyObject *o, PyObject *name, PyObject **value) {
 #endif
 }
 
+#if PY_VERSION_HEX >= 0x030D0000
+extern "C" PyAPI_FUNC(int) _PyObject_GetMethod(PyObject *, PyObject *, PyObject **);
+#endif
+
+/* Would a call `o.name(...)` call `method`, a plain method of o's type? Runs Python only for types with
+ * a `__getattribute__` or `__getattr__` of their own, which have their own meaning: false. */
+inline bool method_is(PyObject *o, PyObject *name, PyObject *method) {
+  if (Py_TYPE(o)->tp_getattro != PyObject_GenericGetAttr) return false;
+  PyObject *found = nullptr;
+  int unbound = _PyObject_GetMethod(o, name, &found);
+  if (found == nullptr) PyErr_Clear();
+  Py_XDECREF(found); /* `o` or its type holds it */
+  return unbound == 1 && found == method;
+}
+
 /* Iterators whose layout 3.11 keeps in .c files. */
 struct TupleIterator {
   PyObject_HEAD Py_ssize_t it_index;

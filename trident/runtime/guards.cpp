@@ -1,6 +1,8 @@
 #include "guards.h"
 
 #include "global_state.h"
+#include "relation_guards.h"
+#include "shape_guards.h"
 
 #include <alloca.h>
 #include <algorithm>
@@ -333,6 +335,17 @@ bool length_is(const Row &row, PyObject *o) {
   return !(row.flags & kPlain) && PySequence_Length(o) == row.a && !PyErr_Occurred();
 }
 
+/* A function of Dynamo's that takes the frame's locals as a dict. */
+bool holds_of_locals(PyObject *function, PyObject *names, PyObject *const *locals) {
+  PyObject *dict = PyDict_New();
+  for (Py_ssize_t i = 0; dict != nullptr && i < PyTuple_GET_SIZE(names); i++)
+    if (locals[i] != nullptr && PyDict_SetItem(dict, PyTuple_GET_ITEM(names, i), locals[i]) < 0)
+      Py_CLEAR(dict);
+  bool holds = dict != nullptr && consume_truth(PyObject_CallOneArg(function, dict));
+  Py_XDECREF(dict);
+  return holds;
+}
+
 bool range_iterator_is(PyObject *o, PyObject *bounds, int64_t type_id) {
   if ((int64_t)Py_TYPE(o) != type_id) return false;
   long start, stop, step, want_start, want_stop, want_step;
@@ -363,6 +376,8 @@ bool op_is_global(Op op) { /* Dynamo runs these before it disables torch functio
          op == Op::check_lambda_no_args;
 }
 
+bool is_relation(Op op) { return op == Op::check_overlap || op == Op::check_symbolic_shapes; }
+
 } // namespace
 
 bool compares_plainly(const PyObject *o) {
@@ -381,11 +396,25 @@ bool may_call_python(const Row &row) {
   case Op::call_no_args: case Op::call: case Op::check_length:
   case Op::check_mapping_keys: case Op::check_no_attr:
   case Op::check_set_contains: case Op::check_lambda: case Op::check_lambda_locals:
-  case Op::check_leaf: case Op::set_item:
+  case Op::check_leaf: case Op::check_shapes: case Op::check_overlap: case Op::set_item:
     return true;
   default:
     return false;
   }
+}
+
+std::vector<int32_t> registers_used(const Row &row) {
+  std::vector<int32_t> used;
+  if (row.op == Op::check_no_alias) used = *static_cast<std::vector<int32_t> *>(row.payload);
+  else if (is_relation(row.op)) used = static_cast<Relation *>(row.payload)->registers;
+  else if (row.op == Op::check_shapes) used = shape_registers(*static_cast<ShapeProgram *>(row.payload));
+  else if (row.op == Op::check_same) used.push_back(static_cast<int32_t>(row.a));
+  if (row.src >= 0) used.push_back(row.src);
+  return used;
+}
+
+bool shapes_hold_plainly(const Row &row, PyObject *const *registers) {
+  return shapes_hold(*static_cast<ShapeProgram *>(row.payload), registers) == Verdict::yes;
 }
 
 const char *const *guard_op_names() { return kOpNames; }
@@ -409,6 +438,8 @@ GuardProgram::~GuardProgram() {
     else if (row.op == Op::check_dispatch_keys) delete static_cast<KeysetSpec *>(row.payload);
     else if (row.op == Op::check_global_state) delete static_cast<GlobalStateCheck *>(row.payload);
     else if (row.op == Op::check_no_attr) delete static_cast<AbsentAttributes *>(row.payload);
+    else if (is_relation(row.op)) delete static_cast<Relation *>(row.payload);
+    else if (row.op == Op::check_shapes) delete_shape_program(static_cast<ShapeProgram *>(row.payload));
     Py_CLEAR(row.object);
   }
   Py_DECREF(framelocals_);
@@ -479,6 +510,12 @@ bool GuardProgram::decode(Row *row) {
     row->payload = new KeysetSpec{applied_keyset(keyset, include, exclude)};
     return true;
   }
+  case Op::check_overlap: case Op::check_symbolic_shapes:
+    row->payload = new_relation(row->object, n_registers_);
+    return row->payload != nullptr;
+  case Op::check_shapes:
+    row->payload = new_shape_program(row->object, n_registers_);
+    return row->payload != nullptr;
   case Op::check_same:
     if (row->a < 0 || row->a >= n_registers_) {
       PyErr_SetString(PyExc_ValueError, "check_same: register range");
@@ -536,10 +573,7 @@ void GuardProgram::seal() {
   std::vector<int> last_use(n_registers_, -1);
   for (int i = 0; i < static_cast<int>(rows_.size()); i++) {
     const Row &row = rows_[i];
-    if (row.src >= 0) last_use[row.src] = i;
-    if (row.op == Op::check_same) last_use[row.a] = i;
-    if (row.op == Op::check_no_alias)
-      for (int32_t r : *static_cast<std::vector<int32_t> *>(row.payload)) last_use[r] = i;
+    for (int32_t r : registers_used(row)) last_use[r] = i;
   }
   for (int r : fetched_) last_use[r] = static_cast<int>(rows_.size());
   int next_python = -1; /* the first row from here on that may call Python */
@@ -795,13 +829,17 @@ bool GuardProgram::execute_rows(const Row *rows, int n, Run *run,
            consume_truth(PyObject_CallOneArg(row.object, Py_None));
       break;
     case Op::check_lambda: ok = consume_truth(PyObject_CallOneArg(row.object, v)); break;
-    case Op::check_lambda_locals: {
-      PyObject *dict = PyDict_New();
-      for (Py_ssize_t k = 0; dict != nullptr && k < PyTuple_GET_SIZE(framelocals_); k++)
-        if (locals[k] != nullptr && PyDict_SetItem(dict, PyTuple_GET_ITEM(framelocals_, k), locals[k]) < 0)
-          Py_CLEAR(dict);
-      ok = dict != nullptr && consume_truth(PyObject_CallOneArg(row.object, dict));
-      Py_XDECREF(dict);
+    case Op::check_lambda_locals: ok = holds_of_locals(row.object, framelocals_, locals); break;
+    case Op::check_overlap: ok = storages_overlap(*static_cast<Relation *>(row.payload), row.a, r); break;
+    case Op::check_symbolic_shapes:
+      ok = symbolic_shapes_hold(*static_cast<Relation *>(row.payload), row.b, row.a, r);
+      break;
+    case Op::check_shapes: {
+      const auto &shapes = *static_cast<ShapeProgram *>(row.payload);
+      Verdict verdict = shapes_hold(shapes, r);
+      ok = verdict == Verdict::yes ||
+           (verdict == Verdict::undecided && !(row.flags & kPlain) &&
+            holds_of_locals(shape_function(shapes), framelocals_, locals));
       break;
     }
     case Op::check_lambda_no_args: ok = consume_truth(PyObject_CallNoArgs(row.object)); break;

@@ -33,7 +33,7 @@ namespace trident {
   X(check_dual_level) X(check_dict_version) X(check_default_device) X(check_global_state)           \
   X(check_function_modes) X(check_dispatch_keys) X(check_tensor) X(check_no_alias) X(check_same)    \
   X(check_saved_tensor_hooks) X(check_lambda) X(check_lambda_locals) X(check_lambda_no_args)        \
-  X(check_leaf)
+  X(check_leaf) X(check_shapes) X(check_overlap) X(check_symbolic_shapes)
 
 enum class Op : uint16_t {
 #define X(name) name,
@@ -69,6 +69,8 @@ bool compares_plainly(const PyObject *o);
 /* Has the object, whose attributes are looked up without Python, none of the row's names? */
 bool attributes_are_absent_plainly(const Row &row, PyObject *o);
 
+std::vector<int32_t> registers_used(const Row &row);
+bool shapes_hold_plainly(const Row &row, PyObject *const *registers); /* of a check_shapes row, without Python */
 bool tensor_matches(const TensorSpec &spec, PyObject *value, const c10::impl::LocalDispatchKeySet &local);
 /* Where a tensor's metadata is, and whether it requires a gradient. */
 void find_near(PyObject *tensor, const CacheLine *near[2]);

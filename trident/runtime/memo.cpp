@@ -60,19 +60,16 @@ public:
   }
 
 private:
-  static bool is_relation(const Row &row) { return row.op == Op::check_no_alias; }
+  static bool is_relation(const Row &row) { return row.src < 0 && !registers_used(row).empty(); }
 
   bool may_cover(const Row &row) const { return row.dst < 0 || changed_.empty() || !changed_[row.dst]; }
 
   /* The row runs at each call. */
   void keep(Row row) {
-    if (row.src >= 0) used_.insert(row.src);
+    for (int r : registers_used(row)) used_.insert(r);
     if (row.dst >= 0) fetched_.insert(row.dst);
-    if (row.op == Op::check_same) used_.insert(static_cast<int>(row.a));
     if (row.op == Op::check_no_alias) {
-      const Members &members = *static_cast<Members *>(row.payload);
-      used_.insert(members.begin(), members.end());
-      row.payload = distinct(members);
+      row.payload = distinct(*static_cast<Members *>(row.payload));
       row.flags |= kDistinct;
     }
     memo_->rest.push_back(row);
@@ -102,11 +99,11 @@ private:
     if (!may_call_python(*row)) return true;
     PyObject *v = row->src >= 0 ? r_[row->src] : nullptr;
     const bool has_plain_length = v != nullptr && (PyList_CheckExact(v) || PyTuple_CheckExact(v));
-    if ((row->op != Op::check_length || !has_plain_length) &&
-        (row->op != Op::check_no_attr || !attributes_are_absent_plainly(*row, v)))
-      return false;
-    row->flags |= kPlain;
-    return true;
+    const bool plain = (row->op == Op::check_length && has_plain_length) ||
+                       (row->op == Op::check_no_attr && attributes_are_absent_plainly(*row, v)) ||
+                       (row->op == Op::check_shapes && shapes_hold_plainly(*row, r_));
+    if (plain) row->flags |= kPlain;
+    return plain;
   }
 
   bool known(int r) const { return known_[r] != Known::live; }
