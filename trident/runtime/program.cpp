@@ -21,7 +21,6 @@
 #endif
 #include <chrono>
 #include <cstring>
-#include <deque>
 #include <exception>
 #include <optional>
 
@@ -102,7 +101,6 @@ struct ProgramState {
   uint64_t deadline;
   std::vector<AutocastRegion> regions{}; /* the state before each open one */
   std::optional<OptionalTensorList> list{};
-  std::deque<std::optional<c10::Scalar>> scalars{};
 };
 
 namespace {
@@ -568,7 +566,6 @@ uintptr_t program_function_address(const char *name) {
   TRIDENT_FUNCTION(trident_program_autocast_enter)
   TRIDENT_FUNCTION(trident_program_autocast_exit)
   TRIDENT_FUNCTION(trident_program_after)
-  TRIDENT_FUNCTION(trident_program_scalar)
   TRIDENT_FUNCTION(trident_program_list)
   TRIDENT_FUNCTION(trident_program_drop_list)
   TRIDENT_FUNCTION(trident_program_alias)
@@ -715,10 +712,6 @@ void trident_program_autocast_exit(ProgramState *state) {
 void trident_program_after(ProgramState *state, int32_t slot) {
   after_operator(state);
   if (slot >= 0) state->slots[slot].reset();
-}
-
-void *trident_program_scalar(ProgramState *state, int32_t row) {
-  return &state->scalars.emplace_back(number(state->program, row, state->integers));
 }
 
 void *trident_program_list(ProgramState *state, int32_t list) {
