@@ -182,7 +182,11 @@ c10::IValue boxed(const ProgramArgument &argument, const ProgramState *state) {
 
 /* The error of the exception in flight, with the user's line on top of its traceback. */
 void raise_current(const ProgramState &state) {
-  torch::translate_exception_to_python(std::current_exception());
+  try {
+    torch::translate_exception_to_python(std::current_exception());
+  } catch (...) { /* no std::exception: as pybind11, which calls custom operators in eager */
+    PyErr_SetString(PyExc_RuntimeError, "Caught an unknown exception!");
+  }
   if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "an operator failed without a message");
   if (state.step < 0) return;
   const ProgramLine &at = state.program->lines[state.step];
