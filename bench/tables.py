@@ -82,6 +82,35 @@ def program_table(results: dict[str, Result]) -> list[str]:
     return lines if len(lines) > 4 else []
 
 
+CHAINED = {
+    "add": "`x + y`",
+    "mul": "`x * y`",
+    "add_relu_mul": "`relu(x + y) * y`",
+    "view": "`x.view(4, 4).view(16)`",
+    "slice": "`x[1:]`",
+}
+
+
+def chain_table(results: dict[str, Result]) -> list[str]:
+    lines = [
+        "One operator of a chain of 100, on 16 floats; a loop in C++ makes the same calls.",
+        "",
+        "| an operator of | eager | stock | Trident | C++ | eager / Trident | Trident / C++ |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    n_head = len(lines)
+    for name, label in CHAINED.items():
+        if (result := results.get(f"host_operators[{name}]")) is not None:
+            f = result["figures"]
+            cells = [
+                nanoseconds(result["timings"][variant]["median_ns"] / f["operators"])
+                for variant in ("eager", "stock", "Trident", "C++")
+            ]
+            cells += [ratio(result, "eager_"), ratio(result, "loop_").replace("≥", "≤")]
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines if len(lines) > n_head else []
+
+
 def other_lines(results: dict[str, Result]) -> list[str]:
     lines = []
     if (found := results.get("build_time")) is not None:
@@ -169,6 +198,7 @@ def render(results: dict[str, Result]) -> str:
     parts = [
         call_table(results),
         program_table(results),
+        chain_table(results),
         other_lines(results),
         [note, *environments(results)],
     ]

@@ -21,8 +21,13 @@ from trident.control import runtime
 Record = Callable[..., None]
 
 
-def compare(f: Callable[..., Any], inputs: tuple[Any, ...], **options: Any) -> Comparison:
-    """Eager, stock's eager backend and ours, in turns; ours is checked to run natively."""
+def compare(
+    f: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    more: dict[str, Variant] | None = None,
+    **options: Any,
+) -> Comparison:
+    """Eager, stock's eager backend, ours and `more`, in turns; ours is checked to be native."""
     stock, ours = torch.compile(f, backend="eager"), torch.compile(f, backend="trident")
     expected = f(*inputs)
     assert torch.equal(stock(*inputs), expected)
@@ -37,6 +42,7 @@ def compare(f: Callable[..., Any], inputs: tuple[Any, ...], **options: Any) -> C
             "eager": Variant("f(*x)", {"f": f, "x": inputs}),
             "stock": Variant("f(*x)", {"f": stock, "x": inputs}),
             "Trident": Variant("f(*x)", {"f": ours, "x": inputs}, trident.enable),
+            **(more or {}),
         },
         **options,
     )
@@ -177,6 +183,26 @@ at::Tensor chain(at::Tensor x, const at::Tensor &y, int64_t n) {
   for (int64_t i = 0; i < n; i++) x = at::relu(x + y);
   return x;
 }
+at::Tensor add(at::Tensor x, const at::Tensor &y) {
+  for (int i = 0; i < 100; i++) x = x + y;
+  return x;
+}
+at::Tensor mul(at::Tensor x, const at::Tensor &y) {
+  for (int i = 0; i < 100; i++) x = x * y;
+  return x;
+}
+at::Tensor add_relu_mul(at::Tensor x, const at::Tensor &y) {
+  for (int i = 0; i < 33; i++) x = at::relu(x + y) * y;
+  return x;
+}
+at::Tensor view(at::Tensor x, const at::Tensor &y) {
+  for (int i = 0; i < 50; i++) x = x.view({4, 4}).view({16});
+  return x;
+}
+at::Tensor slice(at::Tensor x, const at::Tensor &y) {
+  for (int i = 0; i < 100; i++) x = x.slice(0, 1, INT64_MAX);
+  return x;
+}
 """
 
 
@@ -190,7 +216,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_inline(
         "loop",
         LOOP,
-        functions=["small", "chain"],
+        functions=["small", "chain", "add", "mul", "add_relu_mul", "view", "slice"],
         extra_cflags=["-O2"],
         build_directory=str(tmp_path_factory.mktemp("loop")),
     )
@@ -237,6 +263,67 @@ def test_host_chain_loop(benchmark: Any, record: Record, loop: Any) -> None:
     comparison = against_the_loop(function, in_cpp, *inputs)
     benchmark(in_cpp, *inputs)
     record(comparison, ratio=comparison.ratio("Trident", "C++"), operators=1000)
+
+
+def chain_of_add(x: Tensor, y: Tensor) -> Tensor:
+    for _ in range(100):
+        x = x + y
+    return x
+
+
+def chain_of_mul(x: Tensor, y: Tensor) -> Tensor:
+    for _ in range(100):
+        x = x * y
+    return x
+
+
+def chain_of_add_relu_mul(x: Tensor, y: Tensor) -> Tensor:
+    for _ in range(33):
+        x = torch.relu(x + y) * y
+    return x
+
+
+def chain_of_view(x: Tensor, y: Tensor) -> Tensor:
+    for _ in range(50):
+        x = x.view(4, 4).view(16)
+    return x
+
+
+def chain_of_slice(x: Tensor, y: Tensor) -> Tensor:
+    for _ in range(100):
+        x = x[1:]
+    return x
+
+
+# Per chain: its number of operators, and how many times as fast as in eager it is to be.
+CHAINS: dict[Callable[..., Any], tuple[int, float | None]] = {
+    chain_of_add: (100, 1.3),
+    chain_of_mul: (100, 1.3),
+    chain_of_add_relu_mul: (99, None),
+    chain_of_view: (100, 2),
+    chain_of_slice: (100, 2),
+}
+
+
+@pytest.mark.parametrize("f", CHAINS, ids=lambda f: f.__name__.removeprefix("chain_of_"))
+def test_host_operators(benchmark: Any, record: Record, loop: Any, f: Any) -> None:
+    """A chain of 100 operators that give 16 floats: eager, stock, ours, and a loop in C++."""
+    operators, eager_target = CHAINS[f]
+    in_cpp = getattr(loop, f.__name__.removeprefix("chain_of_"))
+    inputs = torch.rand(116 if f is chain_of_slice else 16), torch.rand(16)
+    assert torch.equal(in_cpp(*inputs), f(*inputs))
+    in_loop = {"C++": Variant("f(*x)", {"f": in_cpp, "x": inputs})}
+    # Many turns of a call or two: other processes disturb few of them.
+    comparison = compare(f, inputs, in_loop, rounds=101, round_s=0.0002)
+    benchmark(f, *inputs)
+    keep(
+        record,
+        comparison,
+        operators=operators,
+        eager_target=eager_target,
+        loop_ratio=comparison.ratio("Trident", "C++"),
+        loop_target=1.15,
+    )
 
 
 def test_host_build(benchmark: Any, record: Record) -> None:

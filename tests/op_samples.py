@@ -4,6 +4,7 @@
     python -m tests.op_samples --every 10      # each tenth operator
     python -m tests.op_samples add mul         # these operators
     python -m tests.op_samples --errors        # what operators refuse, against stock
+    python -m tests.op_samples --leaks         # memory of calls that succeed, and that raise
 
 prints what differs, what is not native and why, and the counts; exits 1 if anything differs. The
 tests run a part of it, in a process of its own: importing torch's samples changes torch's flags.
@@ -13,13 +14,17 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copy
+import ctypes
 import dataclasses
+import gc
 import logging
 import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,13 +184,15 @@ def _comparable(value: Any) -> Any:
     return value if plain else str(type(value))
 
 
-def function_of(sample: Sample) -> Callable[..., Any]:
-    """A new function (Dynamo compiles each of its code objects once) that calls the operator."""
+def function_of(sample: Sample, after: str = "", more: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """A new function (Dynamo compiles each of its code objects once) that calls the operator, and
+    returns what `after`, an expression in the parameters `more`, gives as well."""
     op = sample.op.op
     names = [f"a{i}" for i in range(1 + len(sample.inputs.args))]
     keywords = list(sample.inputs.kwargs)
     passed = [*names, *(f"{key}={key}" for key in keywords)]
-    text = f"def sampled({', '.join([*names, *keywords])}):\n    return op({', '.join(passed)})\n"
+    head = f"def sampled({', '.join([*more, *names, *keywords])}):\n"
+    text = f"{head}    return op({', '.join(passed)}){after and ', '}{after}\n"
     namespace: dict[str, Any] = {"op": op, "__name__": __name__}
     exec(compile(text, f"<sample {sample.name}>", "exec"), namespace)
     f: Callable[..., Any] = namespace["sampled"]
@@ -331,6 +338,74 @@ def check_errors(every: int, first: int) -> Report:
     return report
 
 
+class _Malloc(ctypes.Structure):
+    """glibc's ``struct mallinfo2``: the bytes of small blocks `in_use`, and of `mapped` ones."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "mapped")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "in_use", "fordblks", "keep")),
+    ]
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes that malloc has given out, and blocks that Python's allocator has."""
+    gc.collect()
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _Malloc
+    found = mallinfo()
+    return found.in_use + found.mapped, sys.getallocatedblocks()
+
+
+def grows(call: Callable[[], Any], n: int = 1000) -> str | None:
+    """What each of `n` calls leaves behind, if it does so each time."""
+    for _ in range(n // 5):
+        call()
+    for _ in range(3):
+        before = _memory()
+        for _ in range(n):
+            call()
+        n_bytes, n_blocks = (after - first for after, first in zip(_memory(), before, strict=True))
+        if n_bytes < 8 * n and n_blocks < n // 4:
+            return None
+    return f"{n_bytes / n:.1f} bytes and {n_blocks / n:.1f} blocks a call"
+
+
+def check_leaks(every: int, first: int) -> Report:
+    """Calls of an operator, and calls that raise after it, leave nothing behind: 1,000 and more of
+    a sample of each, every other one for training."""
+    report = Report(collections.Counter(), collections.Counter(), [], [])
+    chosen = [op for op in op_db if torch.float32 in op.supported_dtypes("cpu")][first::every]
+    table, good, bad = torch.arange(3.0), torch.tensor([0]), torch.tensor([9])
+    for number, op in enumerate(chosen):
+        requires_grad = bool(number % 2) and op.supports_autograd
+        found = next(iter(op.sample_inputs("cpu", torch.float32, requires_grad=requires_grad)))
+        sample = Sample(op, torch.float32, 0, found, requires_grad)
+        args, kwargs = sample.arguments()
+        f = function_of(sample, "table[at]", ("table", "at"))
+
+        def attempt(f: Callable[..., Any], at: Any, args: Any = args, kwargs: Any = kwargs) -> None:
+            with contextlib.suppress(IndexError):
+                f(table, at, *args, **kwargs)
+
+        torch._dynamo.reset()
+        trident.reset_stats()
+        with trident.enable():
+            g = torch.compile(f, backend="trident")
+            with contextlib.suppress(Exception):
+                for at in (good, good, good, bad):
+                    attempt(g, at)
+            stats = trident.stats()
+            if not stats.hits or not stats.raised:
+                report.counts["not native"] += 1
+                continue
+            for at, what in ((good, "succeeds"), (bad, "raises")):
+                report.counts[what] += 1
+                growth = grows(partial(attempt, g, at))
+                if growth and not grows(partial(attempt, f, at)):
+                    report.wrong.append(f"{sample.name} {what}: {growth}")
+    return report
+
+
 def _words(found: Outcome) -> tuple[str, str] | None:
     if not found.failed:
         return None
@@ -344,13 +419,15 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--most", type=int, default=None, help="samples of each operator and dtype")
     parser.add_argument("--errors", action="store_true")
+    parser.add_argument("--leaks", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
-    if arguments.errors:
+    if arguments.errors or arguments.leaks:
+        part = check_errors if arguments.errors else check_leaks
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            report = check_errors(arguments.every, arguments.first)
+            report = part(arguments.every, arguments.first)
     else:
         report = run(samples(arguments.names, arguments.every, arguments.first, arguments.most))
     print(report.text())

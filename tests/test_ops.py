@@ -37,3 +37,10 @@ def test_errors() -> None:
     """Operators refuse what they refuse in stock, with the same words."""
     text = run("--errors", "--every", "10", "--first", "3")
     assert number(text, r"^refused: (\d+)$") > 30, text
+
+
+def test_leaks() -> None:
+    """Operators leave no memory behind, whether what follows them succeeds or raises."""
+    text = run("--leaks", "--every", "16", "--first", "2")
+    for what in ("succeeds", "raises"):
+        assert number(text, rf"^{what}: (\d+)$") >= 30, text

@@ -29,7 +29,6 @@ from trident.codegen.registry import register
 #   ("slot", slot)        the address of a slot
 #   ("tensor", slot)      the pointer that the slot holds
 #   ("memory", words)     the address of these words, made anew on the stack for each call
-#   ("scalar", row)       the address of an optional c10::Scalar that holds that integer
 #   ("list", index)       the address of a c10::List of optional tensors, made anew for each call
 Word = tuple[str, Any]
 
@@ -138,7 +137,7 @@ def direct_call(
     result = _result(schema, arguments, results)
     if result is None:
         return None
-    packer = _Packer(constants, integers=1 if result[0] in ("slot", "tuple", "list") else 0)
+    packer = _Packer(constants, integers=0 if result[0] in ("none", "alias") else 1)
     for kind, (how, value), argument in zip(found[1], arguments, schema.arguments, strict=True):
         rule = _RULES.get(kind)
         if how == "default":
@@ -155,19 +154,27 @@ def _result(
     written = [r.alias_info is not None and r.alias_info.is_write for r in schema.returns]
     if not results:
         return "none", None
-    if len(results) > 1:
-        plain = not any(written) and not any(isinstance(result, list) for result in results)
-        return ("tuple", results) if plain else None
-    (result,) = results
-    if isinstance(result, list):
-        return "list", (result[0] if result else 0, len(result))  # neighbouring slots
-    if not written[0]:
-        return "slot", result
-    names = schema.returns[0].alias_info.before_set
+    if len(results) == 1 and isinstance(results[0], list):
+        return "list", (results[0][0] if results[0] else 0, len(results[0]))  # neighbouring slots
+    if any(isinstance(result, list) for result in results):
+        return None
+    if not any(written):
+        return ("slot", results[0]) if len(results) == 1 else ("tuple", results)
+    if not all(written):
+        return None
+    sources = [_written_argument(schema, arguments, r.alias_info) for r in schema.returns]
+    if None in sources:
+        return None
+    pairs = list(zip(results, sources, strict=True))
+    return ("alias", pairs[0]) if len(pairs) == 1 else ("aliases", pairs)
+
+
+def _written_argument(schema: Any, arguments: list[tuple[str, Any]], written: Any) -> int | None:
+    """The slot of the argument that the operator writes to and returns."""
     for (how, value), argument in zip(arguments, schema.arguments, strict=True):
         alias = argument.alias_info
-        if how == "tensor" and alias is not None and alias.before_set == names:
-            return "alias", (result, value)
+        if how == "tensor" and alias is not None and alias.before_set == written.before_set:
+            return int(value)
     return None
 
 
@@ -342,7 +349,7 @@ def _optional_float_list(packer: _Packer, how: str, value: Any) -> bool:
 @_rule("c10::Scalar const&")
 def _scalar(packer: _Packer, how: str, value: Any) -> bool:
     if isinstance(value, Integer):
-        return packer.word(("scalar", value.row))
+        return packer.word(("memory", _scalar_words(value)))
     if how != "constant" or not _is_number(value):
         return False
     return packer.word(("constant", packer.constants.add(_frame.scalar_bytes(value, False))))
@@ -351,10 +358,33 @@ def _scalar(packer: _Packer, how: str, value: Any) -> bool:
 @_rule("std::optional<c10::Scalar> const&")
 def _optional_scalar(packer: _Packer, how: str, value: Any) -> bool:
     if isinstance(value, Integer):
-        return packer.word(("scalar", value.row))
+        return packer.word(("memory", [*_scalar_words(value), ("int", 1)]))
     if value is not None and not _is_number(value):
         return False
     return packer.word(("constant", packer.constants.add(_frame.scalar_bytes(value, True))))
+
+
+@_rule("c10::ArrayRef<c10::Scalar>")
+def _scalars(packer: _Packer, how: str, value: Any) -> bool:
+    if not isinstance(value, (list, tuple)) or how == "tensors":
+        return False
+    if not all(isinstance(item, Integer) or _is_number(item) for item in value):
+        return False
+    if any(isinstance(item, Integer) for item in value):
+        words = [word for item in value for word in _scalar_words(item)]
+        return packer.words([("memory", words), ("int", len(value))])
+    data = b"".join(_frame.scalar_bytes(item, False) for item in value)
+    return packer.words([("constant", packer.constants.add(data or bytes(8))), ("int", len(value))])
+
+
+def _scalar_words(value: Any) -> list[Word]:
+    """A c10::Scalar: its tag, a gap, and 16 bytes, of which an int or a float takes the first 8."""
+    computed = isinstance(value, Integer)
+    like = (0.0 if value.is_float else 0) if computed else value
+    words: list[Word] = [("int", w) for w in struct.unpack("<4q", _frame.scalar_bytes(like, False))]
+    if computed:
+        words[2] = ("integer", value.row)
+    return words
 
 
 def _is_number(value: Any) -> bool:
@@ -380,6 +410,23 @@ def _optional_bool(packer: _Packer, how: str, value: Any) -> bool:
     if value is None:
         return packer.word(("int", 0))
     return type(value) is bool and packer.word(("int", int(value) | 1 << 8))
+
+
+def _flags(kind: str, n: int) -> None:
+    @_rule(kind)
+    def rule(packer: _Packer, how: str, value: Any) -> bool:
+        if not isinstance(value, (list, tuple)) or [type(item) for item in value] != [bool] * n:
+            return False
+        return packer.word(("int", int.from_bytes(bytes(value), "little")))
+
+
+for _n in (2, 3, 4):
+    _flags(f"std::array<bool, {_n}ul>", _n)
+
+
+@_rule("signed char")
+def _device_index(packer: _Packer, how: str, value: Any) -> bool:
+    return type(value) is int and -128 <= value < 128 and packer.word(("int", value))
 
 
 @_rule(

@@ -348,7 +348,8 @@ def _argument(
         kinds = ("float", "number")
     if kind.removeprefix("Optional[").removesuffix("]") in kinds:
         return "computed", slot(value, number=True)
-    if "List[int]" in kind and all(map(_is_integer, value)):
+    numbers = kind == "List[number]" and all(map(_is_plain_number, value))
+    if numbers or ("List[int]" in kind and all(map(_is_integer, value))):
         items = [slot(i, number=True) if isinstance(i, torch.fx.Node) else i for i in value]
         return "computed", items
     raise UnsupportedGraph(f"{target} computes its argument {argument.name} ({kind})")
@@ -381,6 +382,10 @@ def _dtype_of_number(target: Any, node: torch.fx.Node, number: Any) -> torch.dty
 
 def _is_integer(value: Any) -> bool:
     return type(value) is int or _is_number(value)
+
+
+def _is_plain_number(value: Any) -> bool:
+    return type(value) in (bool, int, float, complex) or _is_number(value)
 
 
 def _plain(value: Any) -> Any:

@@ -207,7 +207,7 @@ class _Writer:
         kind, value = call.result
         if kind == "slot":
             return self._element(self._slots, value)
-        if kind == "tuple":
+        if kind in ("tuple", "aliases"):
             return self._space(len(value))
         return self._words([("int", 0)] * 3) if kind == "list" else None
 
@@ -221,8 +221,9 @@ class _Writer:
                 llvm.StoreOp(made, self._element(self._slots, slot))
         elif kind == "list":
             self.call("trident_program_take", value, result)
-        elif kind == "alias":
-            self.call("trident_program_alias", value)
+        elif kind in ("alias", "aliases"):
+            for pair in [value] if kind == "alias" else value:
+                self.call("trident_program_alias", pair)
 
     def _word(self, word: Word) -> ir.Value:
         kind, value = word
@@ -232,8 +233,8 @@ class _Writer:
             return self._element(self._slots, value)
         if kind == "integer":
             return llvm.LoadOp(self._types["i64"], self._element(self._integers, value)).result
-        if kind in ("list", "scalar"):
-            return self.call(f"trident_program_{kind}", (value,), result="!llvm.ptr")
+        if kind == "list":
+            return self.call("trident_program_list", (value,), result="!llvm.ptr")
         if kind == "tensor":
             slot = self._element(self._slots, value)
             return llvm.LoadOp(self._types["!llvm.ptr"], slot).result
@@ -423,14 +424,19 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
         context.steps.append(("direct", (direct, step)))
     else:
         name, overload = call.operator._schema.name, call.operator._schema.overload_name
-        boxed = [(how, _boxed(value) if how == "computed" else value) for how, value in arguments]
+        boxed = [
+            (how, _boxed(value, argument) if how == "computed" else value)
+            for (how, value), argument in zip(arguments, schema, strict=True)
+        ]
         context.calls.append((name, overload, boxed, results))
         context.steps.append(("trident_program_call", (len(context.calls) - 1, step)))
     context.steps += [("trident_program_release", (slot,)) for slot in unused]
 
 
-def _boxed(value: Any) -> tuple[bool, list[tuple[bool, int]]]:
+def _boxed(value: Any, argument: Any) -> tuple[bool, list[tuple[bool, int]]]:
     """(is it a list, its items: is it a row, the row or the number)."""
+    if isinstance(value, list) and "List[int]" not in str(argument.type):
+        raise UnsupportedGraph(f"{argument.name}, a list of computed numbers, cannot be boxed")
     items = value if isinstance(value, list) else [value]
     pairs = [(True, i.row) if isinstance(i, Integer) else (False, i) for i in items]
     return isinstance(value, list), pairs

@@ -14,6 +14,7 @@
 #include <torch/csrc/MemoryFormat.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <array>
 #include <cstring>
 #include <optional>
 #include <string_view>
@@ -32,11 +33,21 @@ static_assert(sizeof(at::Tensor) == 8);
 static_assert(sizeof(std::optional<at::Tensor>) == 16);
 static_assert(sizeof(std::tuple<at::Tensor, at::Tensor, at::Tensor>) == 24);
 static_assert(sizeof(std::vector<at::Tensor>) == 24);
+/* Several results, tensors or references to them, come back through a hidden pointer. */
+static_assert(!in_registers<std::tuple<at::Tensor, at::Tensor>>);
+static_assert(!std::is_trivially_move_constructible_v<std::tuple<at::Tensor &, at::Tensor &>>);
+static_assert(!std::is_trivially_move_constructible_v<std::tuple<at::Tensor &, at::Tensor &, at::Tensor &>>);
+static_assert(sizeof(std::tuple<at::Tensor &, at::Tensor &, at::Tensor &>) == 24);
 static_assert(sizeof(c10::Scalar) == 32 && std::is_same_v<c10::SymIntArrayRef, c10::ArrayRef<c10::SymInt>>);
 /* By value, in registers. */
 static_assert(sizeof(at::TensorList) == 16 && in_registers<at::TensorList>);
 static_assert(sizeof(c10::IntArrayRef) == 16 && in_registers<c10::IntArrayRef>);
 static_assert(sizeof(c10::SymIntArrayRef) == 16 && in_registers<c10::SymIntArrayRef>);
+static_assert(sizeof(c10::ArrayRef<c10::Scalar>) == 16 && in_registers<c10::ArrayRef<c10::Scalar>>);
+static_assert(sizeof(std::array<bool, 2>) == 2 && in_registers<std::array<bool, 2>>);
+static_assert(sizeof(std::array<bool, 3>) == 3 && in_registers<std::array<bool, 3>>);
+static_assert(sizeof(std::array<bool, 4>) == 4 && in_registers<std::array<bool, 4>>);
+static_assert(std::is_same_v<c10::DeviceIndex, int8_t>);
 static_assert(sizeof(std::string_view) == 16 && in_registers<std::string_view>);
 static_assert(sizeof(std::optional<int64_t>) == 16 && in_registers<std::optional<int64_t>>);
 static_assert(sizeof(std::optional<double>) == 16 && in_registers<std::optional<double>>);
@@ -73,6 +84,9 @@ template <class T>
 bool flag_at(const T &object, size_t offset, uint8_t value) {
   return reinterpret_cast<const uint8_t *>(&object)[offset] == value;
 }
+
+/* What a number holds, after its tag. */
+const uint64_t &value_of(const c10::Scalar &number) { return reinterpret_cast<const uint64_t *>(&number)[2]; }
 
 const char *find_problem() {
   std::tuple<at::Tensor, at::Tensor> pair;
@@ -123,6 +137,16 @@ const char *find_problem() {
     return "the layout of an optional SymInt";
   const std::optional<c10::Scalar> scalar(c10::Scalar(int64_t(7)));
   if ((const void *)&*scalar != (const void *)&scalar) return "the layout of an optional number";
+  const c10::Scalar whole(int64_t(-7)), fraction(1.5);
+  if (!holds_words(value_of(whole), {static_cast<uint64_t>(-7)}) ||
+      std::memcmp(&value_of(fraction), &expected, 8) != 0 || !flag_at(scalar, 32, 1) ||
+      !flag_at(std::optional<c10::Scalar>(), 32, 0))
+    return "the layout of a number";
+  const c10::Scalar several[2] = {whole, fraction};
+  if (!holds_words(c10::ArrayRef<c10::Scalar>(several, 2), {reinterpret_cast<uint64_t>(several), 2}) ||
+      reinterpret_cast<uint64_t>(several + 1) - reinterpret_cast<uint64_t>(several) != 32)
+    return "the layout of a list of numbers";
+  if (!holds(std::array<bool, 4>{true, false, false, true}, {1, 0, 0, 1})) return "the layout of an array of bools";
   std::optional<at::Generator> no_generator;
   if (!flag_at(no_generator, 8, 0)) return "the layout of an optional generator";
   const std::string_view text("abc");

@@ -21,7 +21,6 @@
 #endif
 #include <chrono>
 #include <cstring>
-#include <deque>
 #include <exception>
 #include <optional>
 
@@ -102,7 +101,6 @@ struct ProgramState {
   uint64_t deadline;
   std::vector<AutocastRegion> regions{}; /* the state before each open one */
   std::optional<OptionalTensorList> list{};
-  std::deque<std::optional<c10::Scalar>> scalars{};
 };
 
 namespace {
@@ -184,7 +182,11 @@ c10::IValue boxed(const ProgramArgument &argument, const ProgramState *state) {
 
 /* The error of the exception in flight, with the user's line on top of its traceback. */
 void raise_current(const ProgramState &state) {
-  torch::translate_exception_to_python(std::current_exception());
+  try {
+    torch::translate_exception_to_python(std::current_exception());
+  } catch (...) { /* no std::exception: as pybind11, which calls custom operators in eager */
+    PyErr_SetString(PyExc_RuntimeError, "Caught an unknown exception!");
+  }
   if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "an operator failed without a message");
   if (state.step < 0) return;
   const ProgramLine &at = state.program->lines[state.step];
@@ -568,7 +570,6 @@ uintptr_t program_function_address(const char *name) {
   TRIDENT_FUNCTION(trident_program_autocast_enter)
   TRIDENT_FUNCTION(trident_program_autocast_exit)
   TRIDENT_FUNCTION(trident_program_after)
-  TRIDENT_FUNCTION(trident_program_scalar)
   TRIDENT_FUNCTION(trident_program_list)
   TRIDENT_FUNCTION(trident_program_drop_list)
   TRIDENT_FUNCTION(trident_program_alias)
@@ -715,10 +716,6 @@ void trident_program_autocast_exit(ProgramState *state) {
 void trident_program_after(ProgramState *state, int32_t slot) {
   after_operator(state);
   if (slot >= 0) state->slots[slot].reset();
-}
-
-void *trident_program_scalar(ProgramState *state, int32_t row) {
-  return &state->scalars.emplace_back(number(state->program, row, state->integers));
 }
 
 void *trident_program_list(ProgramState *state, int32_t list) {

@@ -157,8 +157,6 @@ void trident_program_autocast_enter(ProgramState *state, int32_t device, int32_t
 void trident_program_autocast_exit(ProgramState *state);
 /* After an operator that JIT'd code called itself: warnings, signals; and releases a slot, unless it is -1. */
 void trident_program_after(ProgramState *state, int32_t slot);
-/* A new optional c10::Scalar, which starts with its value, of a row of the integers. */
-void *trident_program_scalar(ProgramState *state, int32_t row);
 /* A new list of optional tensors, until the next one or trident_program_drop_list. */
 void *trident_program_list(ProgramState *state, int32_t list);
 void trident_program_drop_list(ProgramState *state);
