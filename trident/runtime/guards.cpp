@@ -414,7 +414,11 @@ std::vector<int32_t> registers_used(const Row &row) {
 }
 
 bool shapes_hold_plainly(const Row &row, PyObject *const *registers) {
-  return shapes_hold(*static_cast<ShapeProgram *>(row.payload), registers) == Verdict::yes;
+  try {
+    return shapes_hold(*static_cast<ShapeProgram *>(row.payload), registers) == Verdict::yes;
+  } catch (...) { /* of torch: a symbolic size */
+    return false;
+  }
 }
 
 const char *const *guard_op_names() { return kOpNames; }
