@@ -249,3 +249,15 @@ def test_sizes(fresh: None, name: str, way: str) -> None:
     make = marked if way == "marked" else plain
     calls = [lambda size=size: make(size) for size in sizes]
     check(f, calls, dynamic=True if way == "dynamic" else None)
+
+
+def views_of_both_sizes(x: Any) -> Any:
+    n, m = x.shape
+    return x.view(m, n), x.view(n, 2, 3)
+
+
+def test_asked_in_other_words(fresh: None) -> None:
+    """Dynamo asks whether m equals n, then finds that m is 6; the trace would ask whether n is 6,
+    of which no guard says anything: stock."""
+    calls = [lambda size=size: plain(size) for size in (2, 3, 7)]
+    check(views_of_both_sizes, calls, dynamic=True, native=False)

@@ -40,7 +40,7 @@ N_INPUTS = 40
 
 
 def test_every_type_has_a_rule() -> None:
-    assert len(OPERATORS) > 3000
+    assert len(OPERATORS) > 2500
     kinds = {kind for _, parameters in _signatures().values() for kind in parameters}
     assert kinds - _RULES.keys() == WITHOUT_RULE
 
@@ -300,4 +300,4 @@ def test_every_operator(enabled: None, turn: int, computed: bool) -> None:
         assert [id(a) for a in results] == [id(a) for a in noted.returned]
         assert boxed == [call for call in calls if call.returns_lists_among_others]
         n_calls += len(calls)
-    assert n_calls > 2900 / (3 if computed else 1)
+    assert n_calls > 0.9 * len(OPERATORS) / (3 if computed else 1)
