@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
@@ -491,3 +492,23 @@ def test_recorded_sources_are_believed() -> None:
     [shapes] = specialization.tree.root.epilogue
     assert type(shapes.payload["fn"]) is FunctionType
     assert shape_program(shapes.payload["fn"], shapes.payload["source"]) is not None
+
+
+def test_what_was_fetched_outlives_a_call_of_the_function() -> None:
+    """The row and Dynamo's function run a property that drops what an earlier row fetched."""
+
+    class Holder:
+        @property
+        def n(self) -> Any:
+            kept.clear()
+            return 2**64
+
+    kept = [[torch.ones(2)]]
+    alive = weakref.ref(kept[0][0])
+    function, source = written(f"{A}[0][0].size()[0] == 2", f"{B}.n > 2")
+    checked = Checked(function, source)
+    # The function is called, as 2**64 is no 64-bit int, and finds no item any more.
+    assert checked.native.check((NotImplemented, kept, Holder())) is False
+    assert checked.calls == 1
+    assert alive() is None
+    assert truth(function, {"x": [[torch.ones(2)]], "y": Holder()})

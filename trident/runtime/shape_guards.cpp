@@ -343,6 +343,15 @@ Verdict evaluate(const ShapeProgram &program, PyObject *const *registers) {
       known = property(THPVariable_Unpack(operand(step.a)), step, out);
       break;
     case Kind::integer: case Kind::real: *out = step.constant; break;
+    case Kind::less: case Kind::less_equal: case Kind::equal: case Kind::not_equal: {
+      const Value &a = values[step.a], &b = values[step.b];
+      if (a.real || b.real) known = comparison(a, b, step.kind, out);
+      else
+        *out = Value::of(int64_t(step.kind == Kind::less         ? a.i < b.i
+                                 : step.kind == Kind::less_equal ? a.i <= b.i
+                                                                 : (a.i == b.i) == (step.kind == Kind::equal)));
+      break;
+    }
     case Kind::same: *out = Value::of(int64_t(operand(step.a) == operand(step.b))); break;
     case Kind::require:
       if (!values[step.a].truth()) return Verdict::no;
