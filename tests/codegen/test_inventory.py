@@ -1,4 +1,4 @@
-"""Every guard that the installed torch can make is native, calls Dynamo's own, or is known to be stock.
+"""Every guard that the installed torch can make is native, or calls Dynamo's own object.
 
 The recorder makes a problem of every other kind, so a release that adds one leaves the
 specializations that use it stock; this test then says what to add.
