@@ -42,6 +42,7 @@ CALLS = {
     "noop_module": "compiled no-op module, a call",
     "small_graph": "`relu(x + y) * 2` on 16 floats, backend eager, a call",
     "decoder_guards": "guards of a 28-layer decoder, one check",
+    "shape_guards": "guards of two tensors with dynamic dimensions, one check",
 }
 
 

@@ -151,6 +151,37 @@ def test_decoder_guards(benchmark: Any, record: Record) -> None:
     )
 
 
+def test_shape_guards(benchmark: Any, record: Record) -> None:
+    """The guards of two tensors with dynamic dimensions, checked by Dynamo and by ours."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return x.sum() + y.sum() if x.shape[0] * y.shape[1] > 20 else x
+
+    x, y = torch.ones(8, 3), torch.ones(3, 7)
+    with trident.enable():
+        torch.compile(function, backend="eager", dynamic=True)(x, y)
+        (entry,) = entries_of(function.__code__)
+        assert entry.native is not None, entry.reason
+        assert "check_shapes" in entry.built.counts
+        values, given = (x, y), {"x": x, "y": y}
+        dynamo_check = entry.spec.guard_manager.root.check
+        assert entry.native.check(values)
+        assert dynamo_check(given)
+        wrong = torch.ones(3, 2)
+        assert not entry.native.check((x, wrong))
+        assert not dynamo_check({"x": x, "y": wrong})
+        benchmark(entry.native.check, values)
+        comparison = interleave(
+            {
+                "stock": Variant("check(values)", {"check": dynamo_check, "values": given}),
+                "Trident": Variant(
+                    "check(values)", {"check": entry.native.check, "values": values}
+                ),
+            }
+        )
+    record(comparison, ratio=comparison.ratio("stock", "Trident"))
+
+
 def specialized(width: int) -> Callable[[Tensor, str], Tensor]:
     """A function of its own code object that compiles anew for each `mode`."""
     source = f"def f(x, mode):\n    return x * {width} if mode else x\n"

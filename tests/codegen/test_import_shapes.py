@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
@@ -115,7 +116,7 @@ BINARY = [
     *(f"1.0 / ({A} // {B}) > 0", f"{A} // {B} == -0.0", f"1 / math.floor({A} / {B}) > 0"),
 ]
 UNARY = [
-    *(f"-{A} < 3", f"~{A} == -3", f"abs({A}) == 3", f"abs({A}) > 2.4"),
+    *(f"-{A} < 3", f"abs({A}) == 3", f"abs({A}) > 2.4"),
     *(f"math.{f}({A}) == 2" for f in ("floor", "ceil", "trunc")),
     *(f"math.{f}({A}) > -3" for f in ("floor", "ceil", "trunc")),
     *(f"round({A}) == 2", f"round({A}) <= -2", f"not math.isnan({A})"),
@@ -258,6 +259,7 @@ def test_aliases() -> None:
         f"{A} == 'text'",
         f"{A} is None",
         f"{A} @ {B} == 1",
+        f"~{A} == 1",  # warns for a bool
         f"math.cos({A}) < 1",
         f"[n for n in {A}] == []",
         f"{A} == {2**64}",
@@ -458,6 +460,9 @@ def test_random_environments(entry: Any) -> None:
     function, makers, examples = entry
     for args in examples:
         specialization = compiled(function, args, dynamic=True)
+        source = specialization.tree.root.epilogue[-1].payload["source"]
+        if "= ___as_tensor(" in source:
+            pytest.skip("this release makes a tensor of a float: not native")
         held, calls, n = environments(specialization, makers, args, 600)
         assert held > 0
         assert calls < n / 10  # the rest was decided natively
@@ -491,3 +496,23 @@ def test_recorded_sources_are_believed() -> None:
     [shapes] = specialization.tree.root.epilogue
     assert type(shapes.payload["fn"]) is FunctionType
     assert shape_program(shapes.payload["fn"], shapes.payload["source"]) is not None
+
+
+def test_what_was_fetched_outlives_a_call_of_the_function() -> None:
+    """The row and Dynamo's function run a property that drops what an earlier row fetched."""
+
+    class Holder:
+        @property
+        def n(self) -> Any:
+            kept.clear()
+            return 2**64
+
+    kept = [[torch.ones(2)]]
+    alive = weakref.ref(kept[0][0])
+    function, source = written(f"{A}[0][0].size()[0] == 2", f"{B}.n > 2")
+    checked = Checked(function, source)
+    # The function is called, as 2**64 is no 64-bit int, and finds no item any more.
+    assert checked.native.check((NotImplemented, kept, Holder())) is False
+    assert checked.calls == 1
+    assert alive() is None
+    assert truth(function, {"x": [[torch.ones(2)]], "y": Holder()})

@@ -97,7 +97,6 @@ _BINARY = {
     ast.LShift: "shift_left",
     ast.RShift: "shift_right",
 }
-_UNARY = {ast.USub: "negative", ast.Invert: "invert"}
 # Name of the step, and whether the operands change places.
 _COMPARISONS = {
     ast.Lt: ("less", False),
@@ -331,10 +330,9 @@ class _Lowering:
         value = node.operand.value if isinstance(node.operand, ast.Constant) else None
         if isinstance(node.op, ast.USub) and isinstance(value, int | float):
             return self.constant(-value)
-        name = _UNARY.get(type(node.op))
-        if name is None:
+        if not isinstance(node.op, ast.USub):
             raise Unknown(type(node.op).__name__)
-        return _Number(self.step(name, self.number(node.operand)))
+        return _Number(self.step("negative", self.number(node.operand)))
 
     def compare(self, node: ast.Compare) -> Any:
         values = [self.value(operand) for operand in (node.left, *node.comparators)]

@@ -378,6 +378,13 @@ bool op_is_global(Op op) { /* Dynamo runs these before it disables torch functio
 
 bool is_relation(Op op) { return op == Op::check_overlap || op == Op::check_symbolic_shapes; }
 
+/* A check_shapes row rarely calls Python: then, not before, the registers of earlier rows are owned. */
+void own_fetched(const Row *rows, int n, PyObject *const *registers, c10::SmallVectorImpl<PyObject *> *owned) {
+  for (int i = 0; i < n; i++)
+    if (rows[i].dst >= 0 && !(rows[i].flags & (kOwned | kTakeReference)))
+      owned->push_back(Py_NewRef(registers[rows[i].dst]));
+}
+
 } // namespace
 
 bool compares_plainly(const PyObject *o) {
@@ -396,7 +403,7 @@ bool may_call_python(const Row &row) {
   case Op::call_no_args: case Op::call: case Op::check_length:
   case Op::check_mapping_keys: case Op::check_no_attr:
   case Op::check_set_contains: case Op::check_lambda: case Op::check_lambda_locals:
-  case Op::check_leaf: case Op::check_shapes: case Op::check_overlap: case Op::set_item:
+  case Op::check_leaf: case Op::check_overlap: case Op::set_item:
     return true;
   default:
     return false;
@@ -478,7 +485,8 @@ bool GuardProgram::add(const char *op, int dst, int src, int64_t a, int64_t b, P
     return false;
   }
   rows_.push_back(row);
-  if (may_call_python(row) && !op_is_global(row.op)) disables_torch_function_ = true;
+  if ((may_call_python(row) && !op_is_global(row.op)) || row.op == Op::check_shapes)
+    disables_torch_function_ = true;
   sealed_ = false;
   return true;
 }
@@ -841,9 +849,10 @@ bool GuardProgram::execute_rows(const Row *rows, int n, Run *run,
     case Op::check_shapes: {
       const auto &shapes = *static_cast<ShapeProgram *>(row.payload);
       Verdict verdict = shapes_hold(shapes, r);
+      const bool ask = verdict == Verdict::undecided && !(row.flags & kPlain);
+      if (ask) own_fetched(rows, i, r, &run->owned);
       ok = verdict == Verdict::yes ||
-           (verdict == Verdict::undecided && !(row.flags & kPlain) &&
-            holds_of_locals(shape_function(shapes), framelocals_, locals));
+           (ask && holds_of_locals(shape_function(shapes), framelocals_, locals));
       break;
     }
     case Op::check_lambda_no_args: ok = consume_truth(PyObject_CallNoArgs(row.object)); break;

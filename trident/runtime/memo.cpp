@@ -96,7 +96,7 @@ private:
 
   /* Will the row, for a value like the recorded one, run without Python? May make it stricter. */
   bool runs_no_python(Row *row) {
-    if (!may_call_python(*row)) return true;
+    if (!may_call_python(*row) && row->op != Op::check_shapes) return true;
     PyObject *v = row->src >= 0 ? r_[row->src] : nullptr;
     const bool has_plain_length = v != nullptr && (PyList_CheckExact(v) || PyTuple_CheckExact(v));
     const bool plain = (row->op == Op::check_length && has_plain_length) ||

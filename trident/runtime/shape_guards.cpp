@@ -15,7 +15,7 @@ namespace {
 /* Inputs and constants, then operations of one and of two values, then those that decide. */
 #define TRIDENT_SHAPE_STEPS(X)                                                                      \
   X(object) X(size) X(stride) X(storage_offset) X(integer) X(real)                                  \
-  X(negative) X(invert) X(absolute) X(to_real) X(square_root) X(floor) X(ceiling) X(truncate)       \
+  X(negative) X(absolute) X(to_real) X(square_root) X(floor) X(ceiling) X(truncate)       \
   X(round) X(is_nan) X(negation)                                                                    \
   X(add) X(subtract) X(multiply) X(divide) X(floor_divide) X(modulo) X(power) X(bit_and) X(bit_or)  \
   X(bit_xor) X(shift_left) X(shift_right) X(minimum) X(maximum) X(less) X(less_equal) X(equal)      \
@@ -226,7 +226,7 @@ bool power(const Value &a, const Value &b, Value *out) {
   if (!(x > 0) || !std::isfinite(x) || !std::isfinite(y)) return false; /* Python has special cases */
   double result = std::pow(x, y);
   *out = Value::of(result);
-  return std::isfinite(result) && result != 0;
+  return std::isnormal(result); /* else Python may raise */
 }
 
 bool bits(const Value &a, const Value &b, Kind kind, Value *out) {
@@ -267,9 +267,6 @@ bool unary(const Value &a, Kind kind, Value *out) {
   case Kind::square_root:
     *out = Value::of(std::sqrt(a.as_double()));
     return !(a.as_double() < 0); /* ValueError */
-  case Kind::invert:
-    *out = Value::of(~a.i);
-    return !a.real;
   default: break;
   }
   if (a.real) {
@@ -343,6 +340,15 @@ Verdict evaluate(const ShapeProgram &program, PyObject *const *registers) {
       known = property(THPVariable_Unpack(operand(step.a)), step, out);
       break;
     case Kind::integer: case Kind::real: *out = step.constant; break;
+    case Kind::less: case Kind::less_equal: case Kind::equal: case Kind::not_equal: {
+      const Value &a = values[step.a], &b = values[step.b];
+      if (a.real || b.real) known = comparison(a, b, step.kind, out);
+      else
+        *out = Value::of(int64_t(step.kind == Kind::less         ? a.i < b.i
+                                 : step.kind == Kind::less_equal ? a.i <= b.i
+                                                                 : (a.i == b.i) == (step.kind == Kind::equal)));
+      break;
+    }
     case Kind::same: *out = Value::of(int64_t(operand(step.a) == operand(step.b))); break;
     case Kind::require:
       if (!values[step.a].truth()) return Verdict::no;
