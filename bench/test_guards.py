@@ -116,9 +116,7 @@ def compare_many(calls: dict[int, list[Callable[[], Any]]]) -> tuple[Comparison,
         variants[f"stock, {n}"] = Variant.of(run)
         variants[f"Trident, {n}"] = Variant.of(run, context=trident.enable)
     comparison = interleave(variants, warmup_calls=3)
-    a_call = {
-        name: t.median_ns / int(name.split()[-1]) for name, t in comparison.timings.items()
-    }
+    a_call = {name: t.median_ns / int(name.split()[-1]) for name, t in comparison.timings.items()}
     return comparison, a_call
 
 

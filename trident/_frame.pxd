@@ -22,6 +22,7 @@ cdef extern from "runtime/memo.h" namespace "trident":
     cdef cppclass Memos:
         size_t size()
         size_t bytes()
+        uint64_t hits()
 
 cdef extern from "runtime/guards.h" namespace "trident":
     cdef cppclass Fetched:
@@ -33,6 +34,7 @@ cdef extern from "runtime/guards.h" namespace "trident":
         void set_fetched(vector[int] registers)
         size_t size()
         const Memos &memos()
+        uint64_t full_runs()
         void use_memos(cbool use)
     const char *const *guard_op_names()
     void set_guard_modules(PyObject *device_dict, PyObject *forward_ad, cbool knows_global_state)

@@ -318,6 +318,14 @@ cdef class NativeSpecialization:
             return 0, 0
         return self.native.guards.memos().size(), self.native.guards.memos().bytes()
 
+    @property
+    def runs(self) -> tuple:
+        """How often all rows of the guards ran (if need be to the first that failed), and how often
+        they passed by what an earlier run found."""
+        if self.native.guards == NULL:
+            return 0, 0
+        return self.native.guards.full_runs(), self.native.guards.memos().hits()
+
     def use_memos(self, cbool use) -> None:
         """Whether a run may use what an earlier one found; for tests and measurements."""
         if self.native.guards != NULL:

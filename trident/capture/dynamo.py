@@ -351,7 +351,13 @@ def property_step(function: Any) -> str | None:
 def knows_global_state() -> bool:
     """Does this torch's GlobalStateGuard compare what runtime/global_state.h compares, no more?"""
     return set(json.loads(guards_c().GlobalStateGuard().__getstate__())) == {
-        *("allow_bf16_reduce", "allow_fp16_reduce", "allow_tf32", "autocast_state", "default_dtype"),
+        *(
+            "allow_bf16_reduce",
+            "allow_fp16_reduce",
+            "allow_tf32",
+            "autocast_state",
+            "default_dtype",
+        ),
         *("deterministic_algorithms", "deterministic_algorithms_warn_only", "grad_mode"),
         *("num_threads", "torch_function", "torch_function_all_disabled"),
     }

@@ -410,6 +410,15 @@ bool may_call_python(const Row &row) {
   }
 }
 
+PyObject *plain_attribute(PyObject *o, PyObject *name) {
+  PyTypeObject *type = Py_TYPE(o);
+  PyObject **slot = instance_dict_slot(o);
+  if ((type->tp_getattro != PyObject_GenericGetAttr && !PyModule_CheckExact(o)) || slot == nullptr) return nullptr;
+  if (*slot == nullptr || ((uintptr_t)*slot & 1) != 0 || !PyUnicode_CheckExact(name)) return nullptr;
+  if (!PyDict_Check(*slot) || !dict_has_string_keys(*slot)) return nullptr;
+  return _PyType_Lookup(type, name) == nullptr ? PyDict_GetItemWithError(*slot, name) : nullptr;
+}
+
 std::vector<int32_t> registers_used(const Row &row) {
   std::vector<int32_t> used;
   if (row.op == Op::check_no_alias) used = *static_cast<std::vector<int32_t> *>(row.payload);
@@ -629,6 +638,7 @@ bool GuardProgram::run(PyObject *const *locals, int *failed, Fetched *fetched) {
 }
 
 bool GuardProgram::run_all(PyObject *const *locals, int *failed, Fetched *fetched, Memo *memo) {
+  full_runs_++;
   PyObject **registers;
   std::vector<PyObject *> heap;
   if (n_registers_ <= kMaxStackRegisters) {
@@ -665,6 +675,7 @@ bool GuardProgram::run_memo(Memo *memo, PyObject *const *locals, Fetched *fetche
     if (passed && memo->calls_python)
       for (int r : memo->taken) run.owned.push_back(Py_NewRef(registers[r]));
     passed = passed && execute(memo->rest.data(), memo->rest.size(), &run);
+    if (passed && memo->calls_python) passed = memos_.look(memo, *this, locals); /* what Python left of it */
     if (passed && fetched != nullptr)
       for (int r : fetched_) fetched->add(registers[r]);
     memo->busy = false;
@@ -717,8 +728,12 @@ bool GuardProgram::execute_rows(const Row *rows, int n, Run *run,
     /* fetches: a null result fails the guards */
     case Op::local: out = locals[row.a]; break;
     case Op::globals: out = row.object; break;
-    case Op::getattr: out = PyObject_GetAttr(v, row.object); break;
-    case Op::generic_getattr: out = PyObject_GenericGetAttr(v, row.object); break;
+    case Op::getattr:
+      out = row.flags & kPlain ? plain_attribute(v, row.object) : PyObject_GetAttr(v, row.object);
+      break;
+    case Op::generic_getattr:
+      out = row.flags & kPlain ? plain_attribute(v, row.object) : PyObject_GenericGetAttr(v, row.object);
+      break;
     case Op::generic_dict: out = PyObject_GenericGetDict(v, nullptr); break;
     case Op::getitem: out = PyObject_GetItem(v, row.object); break;
     case Op::dict_item: out = PyDict_Check(v) ? PyDict_GetItemWithError(v, row.object) : nullptr; break;

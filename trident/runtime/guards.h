@@ -69,6 +69,9 @@ bool compares_plainly(const PyObject *o);
 /* Has the object, whose attributes are looked up without Python, none of the row's names? */
 bool attributes_are_absent_plainly(const Row &row, PyObject *o);
 
+/* The attribute (borrowed) that an object has in its `__dict__`, where nothing of its type, and no Python,
+ * has a say; else null. */
+PyObject *plain_attribute(PyObject *o, PyObject *name);
 std::vector<int32_t> registers_used(const Row &row);
 bool shapes_hold_plainly(const Row &row, PyObject *const *registers); /* of a check_shapes row, without Python */
 bool tensor_matches(const TensorSpec &spec, PyObject *value, const c10::impl::LocalDispatchKeySet &local);
@@ -121,6 +124,7 @@ public:
   const std::vector<int> &fetched() const { return fetched_; }
   bool is_opened(int r) const { return opened_[r]; } /* is a dict of it, or an entry, fetched? */
   const Memos &memos() const { return memos_; }
+  uint64_t full_runs() const { return full_runs_; }
   void use_memos(bool use) { uses_memos_ = use && dict_versions_reliable; }
   int traverse(visitproc visit, void *arg) const;
 
@@ -138,6 +142,7 @@ private:
   std::vector<bool> opened_;
   Memos memos_;
   bool uses_memos_ = dict_versions_reliable;
+  uint64_t full_runs_ = 0;
   int n_registers_;
   PyObject *framelocals_; /* tuple of names, owned */
   bool disables_torch_function_ = false;

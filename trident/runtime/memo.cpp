@@ -43,17 +43,18 @@ public:
     for (; i < n; i++) {
       Row row = program_.row(i);
       row_ = i;
-      if (may_cover(row) && cover(row)) covered++;
-      else if (runs_no_python(&row)) keep(row);
-      else break;
+      if (may_cover(row) && cover(row)) {
+        covered++;
+        continue;
+      }
+      memo_->calls_python |= !runs_no_python(&row);
+      keep(row);
     }
     if (covered < kFewRows) return nullptr;
-    memo_->calls_python = i < n;
+    for (int r : program_.fetched()) used_.insert(r);
     if (!memo_->calls_python)
       for (Row &row : memo_->rest) row.flags &= ~kTakeReference; /* nothing drops what they borrow */
-    for (; i < n; i++) keep(program_.row(i));
-    for (int r : program_.fetched()) used_.insert(r);
-    if (memo_->calls_python)
+    else
       for (int r : used_)
         if (!fetched_.count(r)) memo_->taken.push_back(r);
     return std::move(memo_);
@@ -101,11 +102,14 @@ private:
     const bool has_plain_length = v != nullptr && (PyList_CheckExact(v) || PyTuple_CheckExact(v));
     const bool plain = (row->op == Op::check_length && has_plain_length) ||
                        (row->op == Op::check_no_attr && attributes_are_absent_plainly(*row, v)) ||
-                       (row->op == Op::check_shapes && shapes_hold_plainly(*row, r_));
+                       (row->op == Op::check_shapes && shapes_hold_plainly(*row, r_)) ||
+                       (is_attribute(*row) && plain_attribute(v, row->object) == r_[row->dst]);
     if (plain) row->flags |= kPlain;
+    if (plain && is_attribute(*row)) row->flags &= ~kOwned;
     return plain;
   }
 
+  static bool is_attribute(const Row &row) { return row.op == Op::getattr || row.op == Op::generic_getattr; }
   bool known(int r) const { return known_[r] != Known::live; }
   bool fixed(int r) const { return known_[r] == Known::fixed; }
 

@@ -11,8 +11,8 @@
  * Ownership: a memo owns no object. Before an address in it is used, the facts before it have shown that
  * the object there is alive: the frame holds its locals, these their dicts, these their entries.
  *
- * The facts are looked at in one go, which is as good as the order of the rows only because nothing runs
- * Python meanwhile: a memo covers the rows from the first fetch to the first row that may call Python. */
+ * The facts are looked at in one go, before the rows that are run; where one of these calls Python, which may
+ * change anything, they are looked at again after them. */
 #ifndef TRIDENT_MEMO_H
 #define TRIDENT_MEMO_H
 
@@ -98,7 +98,8 @@ public:
   bool look(Memo *memo, const GuardProgram &program, PyObject *const *locals) {
     return memo->facts_hold(program, locals, &changed_);
   }
-  void hit() { hits_++; }
+  void hit() { hits_++, all_hits_++; }
+  uint64_t hits() const { return all_hits_; }
   /* After a full run that passed. `memo`: what find gave, which did not hold. */
   void note(const GuardProgram &program, PyObject *const *locals, PyObject *const *registers, Memo *memo);
   size_t size() const { return memos_.size(); }
@@ -115,7 +116,7 @@ private:
   std::vector<bool> changed_;   /* per register: was another object at some call: is fetched each time */
   std::vector<PyObject *> last_; /* per local: its object at the last record */
   std::vector<uint64_t> changes_;
-  uint64_t records_ = 0, hits_ = 0;
+  uint64_t records_ = 0, hits_ = 0, all_hits_ = 0;
   bool useless_ = false;
 };
 
