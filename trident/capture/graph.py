@@ -27,7 +27,9 @@ from typing import Any
 
 import torch
 import torch.fx.traceback
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.backends import opt_einsum
 from torch.fx import _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import (
@@ -35,6 +37,8 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     free_unbacked_symbols,
 )
+from torch.utils._device import DeviceContext
+from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from trident.capture.patching import Patches
@@ -151,12 +155,16 @@ _STACK_ENTRY = re.compile(r'^\s*File "(.*)", line (\d+), in (.*)$', re.MULTILINE
 
 def _trace(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     _reject_metadata_mutations(module.graph)
+    # Those of the call that compiles, which the guards then ask for; Dynamo has put them aside.
+    modes = {type(mode) for mode in torch_function_mode_stack_state_mgr.stack}
+    for kind in modes - {DeviceContext}:
+        raise UnsupportedGraph(f"the torch function mode {kind.__name__} sees its functions")
     examples = [_example(node) for node in module.graph.find_nodes(op="placeholder")]
     values = [node.meta.get("example_value") for node in module.graph.nodes]
-    modes = {id(e.fake_mode): e.fake_mode for e in _fakes(values)}
-    if len(modes) != 1:
-        raise UnsupportedGraph(f"it has {len(modes)} fake tensor modes")
-    (mode,) = modes.values()
+    fake_modes = {id(e.fake_mode): e.fake_mode for e in _fakes(values)}
+    if len(fake_modes) != 1:
+        raise UnsupportedGraph(f"it has {len(fake_modes)} fake tensor modes")
+    (mode,) = fake_modes.values()
     interpreter = _Interpreter(module)
     interpreter.unbacked.update(*map(_unbacked_symbols, examples))
     with (
@@ -398,6 +406,7 @@ class _Interpreter(torch.fx.Interpreter):
         self.autocast_caches: list[bool | None] = []
         self._regions: dict[torch.fx.Node, Any] = {}
         self.unbacked: set[Any] = set()  # symbols of the inputs
+        self._recorded: set[Any] = set()  # by autograd, while it is traced
         self.of_symbol: str | None = None  # a function that may have made a constant of one
 
     def run_node(self, n: torch.fx.Node) -> Any:
@@ -426,6 +435,12 @@ class _Interpreter(torch.fx.Interpreter):
         if n.op.startswith("call") and not known and n.target not in _WITHOUT_VALUE:
             # It sets some state, which the tracer would do once and not record.
             raise UnsupportedGraph(f"{n.target} is not known to be an operator")
+        if n.op == "call_function" and _is_of_users(n.target):
+            raise UnsupportedGraph(f"{n.target} is a function whose Python code runs for each call")
+        if n.target is torch.autograd.grad:  # not recorded: no gradients of its operators
+            raise UnsupportedGraph("torch.autograd.grad has no native form")
+        if n.target is torch.einsum and _n_nodes(n.args) > 2 and opt_einsum.is_available():
+            raise UnsupportedGraph("torch.einsum asks torch.backends.opt_einsum in each call")
         name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
         if name in _CONSTANT_MAKERS and _has_symbol(self.fetch_args_kwargs_from_env(n)):
             self.of_symbol = name
@@ -436,9 +451,26 @@ class _Interpreter(torch.fx.Interpreter):
             # A Python function did, of which only the operators are recorded.
             raise UnsupportedGraph(f"{n.target} warns: {self.warned[-1]}")
         self.warned.clear()
+        if self._applied_function(_fakes(value)) and not isinstance(n.target, _OPERATORS):
+            raise UnsupportedGraph(f"{n.target} applies a torch.autograd.Function")
         if "example_value" in n.meta and n.op != "placeholder":
             self._found.append((n, value))
         return value
+
+    def _applied_function(self, tensors: Iterator[FakeTensor]) -> bool:
+        """Did a ``torch.autograd.Function`` compute any of them just now? Its operators are traced,
+        but not its backward. (That of a custom operator is made by torch, and called below it.)"""
+        nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
+        found = False
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in self._recorded:
+                continue
+            self._recorded.add(node)
+            made = type(node).__name__.startswith("GeneratedBackwardFor_")
+            found |= isinstance(node, torch.autograd.function.BackwardCFunction) and not made
+            nodes += [before for before, _ in node.next_functions]
+        return found
 
     def compare(self) -> None:
         """Raises UnsupportedGraph unless every node gave what Dynamo says that it gives."""
@@ -453,6 +485,26 @@ def _unbacked_symbols(value: Any) -> set[Any]:
         return set().union(*map(_unbacked_symbols, value))
     symbolic = isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
     return set(free_unbacked_symbols(value)) if symbolic else set()
+
+
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+# Their functions in Dynamo's graphs depend on their arguments only. (`torch._dynamo.variables`
+# makes functions that call users' ones.)
+_PURE = ("torch.", "einops.", "_operator.", "operator.", "math.", "builtins.")
+
+
+def _is_of_users(target: Any) -> bool:
+    """Is it what ``allow_in_graph`` or ``nonstrict_trace`` put into the graph? Its Python code may
+    do anything, and do it in each call."""
+    if isinstance(target, FunctionType):
+        module = f"{target.__globals__.get('__name__')}."
+    else:
+        module = f"{getattr(target, '__module__', None) or 'torch'}."
+    return not module.startswith(_PURE) or module.startswith("torch._dynamo.variables.")
+
+
+def _n_nodes(arguments: Any) -> int:
+    return sum(isinstance(leaf, torch.fx.Node) for leaf in tree_leaves(arguments))
 
 
 def _has_symbol(value: Any) -> bool:

@@ -44,12 +44,13 @@ class Call:
     "tensor" (a Slot), "number" (as a tensor: the number, and a dtype if not its own), "tensors" and
     "optional_tensors" (lists of Slots, or None), "computed" (a Slot of an integer, or a list of
     these and ints); per return of the schema the number of tensors of a list, or None for one
-    tensor."""
+    tensor. `is_factory`: called below autograd, as torch's Python bindings call it."""
 
     operator: Any
     arguments: list[tuple[str, Any]]
     returns: list[int | None]
     line: Line
+    is_factory: bool
 
     def text(self) -> str:
         """The arguments that are not the schema's defaults."""
@@ -248,7 +249,7 @@ class _Importer:
         ]
         counts = self._returns(node, schema)
         line = line_of(node)
-        call = Call(target, arguments, counts, line)
+        call = Call(target, arguments, counts, line, _is_factory(node, target))
         results = self.emitter.step(
             "operator",
             operands,
@@ -378,6 +379,33 @@ def _dtype_of_number(target: Any, node: torch.fx.Node, number: Any) -> torch.dty
     cpu = all(isinstance(meta, Meta) and meta.device.type == "cpu" for meta in metas)
     plain = cpu and len(metas) == 1 and metas[0].dtype == result.dtype in _CONVERTED
     return result.dtype if plain else None
+
+
+# The functions of torch/csrc/autograd/generated/variable_factories.h: what torch's Python bindings
+# call there is below autograd, so that filling the new tensor does not advance its version.
+FACTORIES = frozenset(
+    {
+        *("arange", "bartlett_window", "blackman_window", "empty", "empty_like", "empty_permuted"),
+        *("empty_strided", "eye", "fft_fftfreq", "fft_rfftfreq", "from_file", "full", "full_like"),
+        *("hamming_window", "hann_window", "kaiser_window", "linspace", "logspace", "normal"),
+        *("ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn"),
+        *("randn_like", "randperm", "range", "scalar_tensor", "tril_indices", "triu_indices"),
+        *("zeros", "zeros_like"),
+    }
+)
+
+
+def _is_factory(node: torch.fx.Node, target: Any) -> bool:
+    """Is it a function of these that was called as torch.<name>, not as torch.ops.aten.<name>? (Of
+    those of ``normal``, only the one that takes sizes makes its tensor.)"""
+    schema = target._schema
+    if schema.name.removeprefix("aten::") not in FACTORIES or schema.is_mutable:
+        return False
+    if schema.name == "aten::normal" and schema.overload_name != "float_float":
+        return False
+    called = node.meta.get("source_fn_stack")
+    kinds = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+    return not (called and isinstance(called[-1][1], kinds))
 
 
 def _is_integer(value: Any) -> bool:

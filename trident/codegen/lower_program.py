@@ -419,6 +419,8 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
         results.append(made.pop(0) if count is None else [made.pop(0) for _ in range(count)])
     context.lines.append((call.line.file, call.line.function, call.line.line))
     step = len(context.lines) - 1
+    if call.is_factory:
+        context.steps.append(("trident_program_below_autograd", (1,)))
     direct = direct_call(call.operator, arguments, results, context.memory)
     if direct is not None:
         context.steps.append(("direct", (direct, step)))
@@ -430,6 +432,8 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
         ]
         context.calls.append((name, overload, boxed, results))
         context.steps.append(("trident_program_call", (len(context.calls) - 1, step)))
+    if call.is_factory:
+        context.steps.append(("trident_program_below_autograd", (0,)))
     context.steps += [("trident_program_release", (slot,)) for slot in unused]
 
 

@@ -100,6 +100,7 @@ struct ProgramState {
   WarningBuffer warnings;
   uint64_t deadline;
   std::vector<AutocastRegion> regions{}; /* the state before each open one */
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd{};
   std::optional<OptionalTensorList> list{};
 };
 
@@ -107,6 +108,7 @@ namespace {
 
 /* With the GIL released: emits what the operator warned of, and lets signal handlers run. */
 [[gnu::noinline]] void attend(ProgramState *state) {
+  state->below_autograd.reset();
   pybind11::gil_scoped_acquire gil;
   std::vector<c10::Warning> pending;
   pending.swap(state->warnings.pending);
@@ -207,6 +209,7 @@ bool execute(ProgramState *state) {
       state->program->function(state);
     } catch (...) {
       failure = std::current_exception();
+      state->below_autograd.reset();
     }
   }
   if (failure) {
@@ -569,6 +572,7 @@ uintptr_t program_function_address(const char *name) {
   TRIDENT_FUNCTION(trident_program_grad_mode)
   TRIDENT_FUNCTION(trident_program_autocast_enter)
   TRIDENT_FUNCTION(trident_program_autocast_exit)
+  TRIDENT_FUNCTION(trident_program_below_autograd)
   TRIDENT_FUNCTION(trident_program_after)
   TRIDENT_FUNCTION(trident_program_list)
   TRIDENT_FUNCTION(trident_program_drop_list)
@@ -711,6 +715,11 @@ void trident_program_autocast_exit(ProgramState *state) {
   at::autocast::set_autocast_enabled(before.device, before.enabled);
   at::autocast::set_autocast_dtype(before.device, before.dtype);
   at::autocast::set_autocast_cache_enabled(before.cache);
+}
+
+void trident_program_below_autograd(ProgramState *state, int32_t below) {
+  if (below != 0) state->below_autograd.emplace();
+  else state->below_autograd.reset();
 }
 
 void trident_program_after(ProgramState *state, int32_t slot) {

@@ -155,6 +155,8 @@ void trident_program_grad_mode(ProgramState *state, int32_t enabled);
 void trident_program_autocast_enter(ProgramState *state, int32_t device, int32_t dtype, int32_t enabled,
                                     int32_t cache);
 void trident_program_autocast_exit(ProgramState *state);
+/* Operators are called below autograd from here on, or (0) not any more. */
+void trident_program_below_autograd(ProgramState *state, int32_t below);
 /* After an operator that JIT'd code called itself: warnings, signals; and releases a slot, unless it is -1. */
 void trident_program_after(ProgramState *state, int32_t slot);
 /* A new list of optional tensors, until the next one or trident_program_drop_list. */
