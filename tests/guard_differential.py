@@ -46,11 +46,12 @@ STEPS = 100  # of one world
 MAX_SPECIALIZATIONS = 6
 MAX_OPEN = 4  # changes that are not undone yet
 
-# Where a native no beside an exact yes is known and allowed: a row's operation -> why.
+# Where a native no beside an exact yes is known and allowed: a row's operation -> the change that
+# must be open, and why.
 STRICTER = {
-    "check_tensor": "dispatch modes: Dynamo masks the Python keys (DESIGN: special states)",
+    # hasattr raises then; stock decides, and takes the attribute for absent.
+    "check_no_attr": ("class_special", "__getattr__ raises no AttributeError"),
 }
-_STRICTER_STATES = {"check_tensor": ("dispatch_mode",)}
 
 
 class Disagreement(NamedTuple):
@@ -104,7 +105,6 @@ class Run:
         self.disagreements: list[Disagreement] = []
         self.former: dict[tuple[int, int], bool] = {}
         self.seen: set[int] = set()
-        self.guarded: set[Any] = set()  # attributes and keys that guards look at
         self.undo_chance = 0.5
         self.last = "start"
 
@@ -129,7 +129,7 @@ class Run:
             elif entry.built is not None and entry.built.table is not None:
                 self.counts.rows.update(entry.built.table.counts())
                 rows = entry.built.table.rows
-                self.guarded |= {row.obj for row in rows if type(row.obj) in (str, int)}
+                self.world.guarded |= {row.obj for row in rows if type(row.obj) in (str, int)}
 
     def values(self, binding: Binding) -> dict[str, Any] | None:
         return self.world.f_locals(binding)
@@ -187,9 +187,9 @@ class Run:
             why = dynamo.guard_check_verbose(entry.spec, values) if values else ""
             self.found(f"unsound {why[:60]}", f"{where} {why}")
         elif not native and exact:
-            states = _STRICTER_STATES.get(row, ())
-            if any(name in states for name, _ in self.open):
-                self.counts.stricter[STRICTER[row]] += 1
+            change, why = STRICTER.get(row, ("", ""))
+            if any(name == change for name, _ in self.open):
+                self.counts.stricter[f"{row}: {why}"] += 1
             else:
                 self.found(f"stricter {row}", where)
         elif quick and not native:
@@ -265,7 +265,7 @@ class Run:
         while name in FINAL and self.open:
             self.undo()
         slots = [t for t in targets if isinstance(t, guard_mutations.Slot)]
-        guarded = [t for t in slots if type(t.key) in (str, int) and t.key in self.guarded]
+        guarded = [t for t in slots if type(t.key) in (str, int) and t.key in self.world.guarded]
         target = rng.choice(guarded if guarded and rng.random() < 0.6 else targets)
         del targets, slots, guarded, reached
         text = f"{name} of {_describe(target)}"
@@ -280,8 +280,10 @@ class Run:
         self.open.append((name, undo))
 
     def finish(self) -> None:
+        log = list(self.log)
         while self.open:
             self.undo()
+        self.log = log
 
 
 _TARGETS = ["slots", "slots", "slots", "Env", "objects", "objects", "torch"]

@@ -304,6 +304,7 @@ class World:
         self.arguments: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
         self.lines: list[str] = []
+        self.guarded: set[Any] = set()  # attributes and keys that guards look at
         for number, name in enumerate(self.names):
             self._add(number, name)
         self.frame = self._define(seed)
