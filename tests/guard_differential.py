@@ -45,6 +45,8 @@ from trident.scm import Entry
 STEPS = 100  # of one world
 MAX_SPECIALIZATIONS = 6
 MAX_OPEN = 4  # changes that are not undone yet
+# After these only their undo may come: torch crashes later if a parameter's data is set inside.
+ALONE = frozenset({"functorch_level"})
 
 # Where a native no beside an exact yes is known and allowed: a row's operation -> the change that
 # must be open, and why.
@@ -206,7 +208,9 @@ class Run:
         self.last = "none"
         if choice < 0.12 or not self.entries():
             self.call(rng)
-        elif self.open and (choice < self.undo_chance or len(self.open) >= MAX_OPEN):
+        elif self.open and (
+            choice < self.undo_chance or len(self.open) >= MAX_OPEN or self.open[-1][0] in ALONE
+        ):
             self.undo()
         else:
             self.mutate(rng)
