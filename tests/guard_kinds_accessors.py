@@ -45,6 +45,10 @@ def _setter(name: str, value: Any) -> Callable[[Any], Any]:
     return lambda target: setattr(target, name, value)
 
 
+class Between(Box):
+    pass
+
+
 class Slotted:
     __slots__ = ("a",)
 
@@ -151,6 +155,13 @@ def _weakrefs() -> list[State]:
         lambda: weakref.ref(Lengths),
         lambda: weakref.proxy(REFERENT),
     ]
+
+
+def _dies() -> list[State]:
+    """One weak reference, whose referent dies."""
+    alive = [Box()]
+    reference = weakref.ref(alive[0])
+    return changed(reference, lambda _: None, lambda _: alive.clear())
 
 
 def _in_globals(state: State) -> State:
@@ -293,7 +304,20 @@ ACCESSORS: dict[str, list[Case]] = {
             ),
             const(type("B", (Box,), {}), Box, int),
             is_type,
-        )
+        ),
+        Case(
+            child(
+                "type_mro_manager",
+                then=child("tuple_getitem_manager", 1, then=_identical(Box)),
+            ),
+            changed(
+                type("B", (Box,), {}),
+                lambda kind: None,
+                _setter("__bases__", (Between,)),
+                _setter("__bases__", (Box,)),
+            ),
+            is_type,
+        ),
     ],
     "func_defaults_manager": [
         Case(
@@ -343,9 +367,14 @@ ACCESSORS: dict[str, list[Case]] = {
     ],
     "weakref_call_manager": [
         Case(child("weakref_call_manager", then=_identical(REFERENT)), _weakrefs()),
-        Case(
-            child("weakref_call_manager", then=lambda b, root: b.add_none_match_guard(["t"], None)),
-            _weakrefs(),
+        *(
+            Case(
+                child(
+                    "weakref_call_manager", then=lambda b, root: b.add_none_match_guard(["t"], None)
+                ),
+                states,
+            )
+            for states in (_weakrefs(), _dies())
         ),
     ],
     "call_function_no_args_manager": [

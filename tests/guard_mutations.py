@@ -526,8 +526,14 @@ def set_discard(rng: random.Random, world: World, s: set[Any]) -> Undo:
 
 @mutation(of(collections.deque))
 def deque_change(rng: random.Random, world: World, values: collections.deque[Any]) -> Undo:
+    items = list(values)
     rng.choice([values.rotate, lambda: values.append(3), lambda: values.pop()])()
-    return lambda: None
+
+    def undo() -> None:
+        values.clear()
+        values.extend(items)
+
+    return undo
 
 
 @mutation(lambda t: hasattr(t, "__next__"))
