@@ -45,6 +45,8 @@ from trident.scm import Entry
 STEPS = 100  # of one world
 MAX_SPECIALIZATIONS = 6
 MAX_OPEN = 4  # changes that are not undone yet
+# After these only their undo may come: torch crashes later if a parameter's data is set inside.
+ALONE = frozenset({"functorch_level"})
 
 # Where a native no beside an exact yes is known and allowed: a row's operation -> the change that
 # must be open, and why.
@@ -105,7 +107,6 @@ class Run:
         self.disagreements: list[Disagreement] = []
         self.former: dict[tuple[int, int], bool] = {}
         self.seen: set[int] = set()
-        self.guarded: set[Any] = set()  # attributes and keys that guards look at
         self.undo_chance = 0.5
         self.last = "start"
 
@@ -130,7 +131,7 @@ class Run:
             elif entry.built is not None and entry.built.table is not None:
                 self.counts.rows.update(entry.built.table.counts())
                 rows = entry.built.table.rows
-                self.guarded |= {row.obj for row in rows if type(row.obj) in (str, int)}
+                self.world.guarded |= {row.obj for row in rows if type(row.obj) in (str, int)}
 
     def values(self, binding: Binding) -> dict[str, Any] | None:
         return self.world.f_locals(binding)
@@ -207,7 +208,9 @@ class Run:
         self.last = "none"
         if choice < 0.12 or not self.entries():
             self.call(rng)
-        elif self.open and (choice < self.undo_chance or len(self.open) >= MAX_OPEN):
+        elif self.open and (
+            choice < self.undo_chance or len(self.open) >= MAX_OPEN or self.open[-1][0] in ALONE
+        ):
             self.undo()
         else:
             self.mutate(rng)
@@ -266,7 +269,7 @@ class Run:
         while name in FINAL and self.open:
             self.undo()
         slots = [t for t in targets if isinstance(t, guard_mutations.Slot)]
-        guarded = [t for t in slots if type(t.key) in (str, int) and t.key in self.guarded]
+        guarded = [t for t in slots if type(t.key) in (str, int) and t.key in self.world.guarded]
         target = rng.choice(guarded if guarded and rng.random() < 0.6 else targets)
         del targets, slots, guarded, reached
         text = f"{name} of {_describe(target)}"

@@ -78,7 +78,8 @@ class Reached:
             self._visit(binding.args)
         self._items(world.globals, [n for n in world.globals if n[0] == "p" and n[1:].isdigit()])
         self._function(world.frame)
-        self.objects += [Env(), *worlds.CLASSES]
+        kinds = {type(o): None for o in self.objects if type(o) in worlds.CLASSES}
+        self.objects += [Env(), *(kinds or worlds.CLASSES)]
 
     def _visit(self, value: Any) -> None:
         if id(value) in self._seen or isinstance(value, (type, types.ModuleType)):
@@ -453,7 +454,9 @@ def list_reorder(rng: random.Random, world: World, values: list[Any]) -> Undo:
 @mutation(of(dict))
 def dict_insert(rng: random.Random, world: World, d: dict[Any, Any]) -> Undo:
     undo = _restores_dict(d)
-    d[rng.choice(["extra", "b", 7, (3, 4), 1.0, True])] = rng.choice([1, None, torch.ones(4)])
+    d[rng.choice(["extra", "b", 7, (3, 4), 1.0, True, _guarded_name(rng, world)])] = rng.choice(
+        [1, None, torch.ones(4)]
+    )
     return undo
 
 
@@ -523,8 +526,14 @@ def set_discard(rng: random.Random, world: World, s: set[Any]) -> Undo:
 
 @mutation(of(collections.deque))
 def deque_change(rng: random.Random, world: World, values: collections.deque[Any]) -> Undo:
+    items = list(values)
     rng.choice([values.rotate, lambda: values.append(3), lambda: values.pop()])()
-    return lambda: None
+
+    def undo() -> None:
+        values.clear()
+        values.extend(items)
+
+    return undo
 
 
 @mutation(lambda t: hasattr(t, "__next__"))
@@ -584,6 +593,7 @@ def vars_reordered(rng: random.Random, world: World, o: Any) -> Undo:
 def add_attribute(rng: random.Random, world: World, o: Any) -> Undo:
     undo = _restores_vars(o)
     names = ["extra", "forward", "level", "method", "factor", "twice", "unused", "__len__"]
+    names.append(_guarded_name(rng, world))
     setattr(o, rng.choice(names), rng.choice([1, 3, lambda x: x]))
     return undo
 
@@ -621,17 +631,26 @@ def class_set(rng: random.Random, world: World, kind: type) -> Undo:
     name = rng.choice(_class_names(kind))
     undo = _restores_class(kind, name)
     value = vars(kind)[name]
-    setattr(kind, name, rng.choice([other(rng, value), value, property(lambda self: 3), 3]))
+    setattr(kind, name, rng.choice([other(rng, value), value, *_properties(name), 3]))
     return undo
 
 
 @mutation(of(type))
 def class_add(rng: random.Random, world: World, kind: type) -> Undo:
-    names = ["extra", "level", "factor", "method", "unused", "a", "weight", "training", "value"]
-    name = rng.choice([n for n in names if n not in vars(kind)])
+    name = rng.choice(["extra", "level", "unused", "weight", *[_guarded_name(rng, world)] * 6])
     undo = _restores_class(kind, name)
-    setattr(kind, name, rng.choice([1, property(lambda self: 3), lambda self, x: x]))
+    setattr(kind, name, rng.choice([1, *_properties(name), lambda self, x: x]))
     return undo
+
+
+def _properties(name: str) -> list[property]:
+    """Data descriptors, which hide the instances' own attributes: another value, and the same."""
+    return [property(lambda self: 3), property(lambda self: self.__dict__[name])]
+
+
+def _guarded_name(rng: random.Random, world: World) -> str:
+    names = sorted(key for key in world.guarded if type(key) is str and key.isidentifier())
+    return rng.choice([n for n in names if n[:2] != "__"] or ["extra"])
 
 
 def _raises(*_: Any) -> Any:
@@ -668,8 +687,11 @@ def class_delete(rng: random.Random, world: World, kind: type) -> Undo:
 
 @mutation(lambda t: t is worlds.Other or t is worlds.Derived or t is worlds.Scaled)
 def class_bases(rng: random.Random, world: World, kind: type) -> Undo:
+    """Another class between it and its bases, which may hide what they have."""
     bases = kind.__bases__
-    kind.__bases__ = (type("Between", bases, {}),)
+    hiding = {"method": lambda self, x: x, "level": 9, "factor": 9}
+    between = type("Between", bases, rng.choice([{}, hiding]))
+    kind.__bases__ = (between,)
     return lambda: setattr(kind, "__bases__", bases)
 
 

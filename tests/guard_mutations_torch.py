@@ -348,6 +348,24 @@ def inference_mode(rng: random.Random, world: World, _: Any) -> Undo:
 
 
 @mutation(of(Env))
+def torch_function(rng: random.Random, world: World, _: Any) -> Undo:
+    """A function of torch's, or of its modules, replaced."""
+    places: list[tuple[Any, str]] = [(torch, "relu"), (torch, "ones"), (torch.nn, "functional")]
+    places += [(torch.nn.functional, "linear"), (torch.nn.modules.linear, "F")]
+    owner, name = rng.choice(places)
+    value = getattr(owner, name)
+    setattr(owner, name, rng.choice([value, lambda *args, **kwargs: value(*args, **kwargs)]))
+    return lambda: setattr(owner, name, value)
+
+
+@mutation(of(Env))
+def global_module_hook(rng: random.Random, world: World, _: Any) -> Undo:
+    module = torch.nn.modules.module
+    registers = [module.register_module_forward_hook, module.register_module_forward_pre_hook]
+    return rng.choice(registers)(lambda *_: None).remove
+
+
+@mutation(of(Env))
 def autocast(rng: random.Random, world: World, _: Any) -> Undo:
     dtype = rng.choice([torch.bfloat16, torch.float16])
     return _entered(torch.autocast("cpu", dtype, enabled=rng.random() < 0.8))

@@ -269,6 +269,17 @@ PARTS: dict[str, Part] = {
     "global_len": (lambda rng: (1, 2), "x = x + len({e}) + max({e})"),
 }
 ITERATORS = ("tuple_iterator", "range_iterator")
+# Alone in having guards of their kind: taken more often than the others.
+RARE = (
+    "set",
+    "frozenset",
+    "weakref",
+    "tensor_grad",
+    "deque",
+    "mapping_proxy",
+    "module_list",
+    "nan",
+)
 _kept_alive: collections.deque[Any] = collections.deque(maxlen=2_000)
 
 
@@ -294,7 +305,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         torch.manual_seed(seed)
-        self.names = [rng.choice(list(PARTS)) for _ in range(rng.randint(2, 5))]
+        self.names = [rng.choice([*PARTS, *RARE * 2]) for _ in range(rng.randint(2, 5))]
         self.is_module = rng.random() < 0.45
         self.backend = rng.choice(["eager", "eager", "eager", "trident"])
         self.globals: dict[str, Any] = {"__name__": "tests.guard_worlds", "torch": torch}
@@ -304,6 +315,7 @@ class World:
         self.arguments: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
         self.lines: list[str] = []
+        self.guarded: set[Any] = set()  # attributes and keys that guards look at
         for number, name in enumerate(self.names):
             self._add(number, name)
         self.frame = self._define(seed)

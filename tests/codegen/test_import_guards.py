@@ -240,7 +240,10 @@ def test_absent_dimension_marks_call_no_python() -> None:
         )
     )
     assert [(row.op, row.obj) for row in rows] == [
-        ("check_no_attr", ("_dynamo_dynamic_indices", "_dynamo_static_indices")),
+        (
+            "check_no_attr",
+            ("_dynamo_dynamic_indices", "_dynamo_static_indices", "_has_dynamo_dim_marking"),
+        )
     ]
 
 

@@ -578,6 +578,9 @@ def guard_lambda(context: Context, value: Value, payload: dict[str, Any]) -> Non
         context.check_all("check_lambda_locals", [], object=context.object(payload["fn"]))
 
 
+_MARKING_FLAGS = ("_has_dynamo_dim_marking",)
+
+
 @leaf_rule("DIMENSION_DYNAMIC_MARKING_GUARD")
 def guard_dimension_marks(context: Context, value: Value, payload: dict[str, Any]) -> None:
     if payload["expected"] or payload["dependent"]:
@@ -585,7 +588,8 @@ def guard_dimension_marks(context: Context, value: Value, payload: dict[str, Any
         context.check("check_leaf", value, object=leaf)
         return
     # Every tensor has this guard, nearly always for no marks at all: never call Python for that.
-    names = tuple(payload["absent"])
+    # Dynamo then looks at the flag only, which whoever marks a tensor sets and nobody takes away.
+    names = (*payload["absent"], *_MARKING_FLAGS)
     context.describe(f"no attribute {', '.join(names)}")
     context.check("check_no_attr", value, object=context.object(names))
 
