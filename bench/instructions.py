@@ -52,6 +52,7 @@ def decoder() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         module = runtime.module_of(Decoder.forward.__code__)
         module.build()
     (entry,) = module.entries
+    assert entry.native is not None, entry.reason
     values = tuple(given.get(name, NotImplemented) for name in entry.native.framelocals)
     return entry, values, given
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -328,9 +329,7 @@ MANY: dict[str, tuple[str, Callable[[Any, int], Any]]] = {
     ),
     "an attribute of self": (
         MODULE,
-        lambda f, i: (
-            lambda module=torch.compile(f(i + 0.5), backend="trident"): module(torch.ones(3))
-        ),
+        lambda f, i: functools.partial(torch.compile(f(i + 0.5), backend="trident"), torch.ones(3)),
     ),
 }
 
@@ -393,7 +392,7 @@ def test_order_is_dynamos() -> None:
 
 
 def test_rows_that_call_python() -> None:
-    """What Python changes while guards run is seen: what was remembered is looked at after it, too."""
+    """What Python changes while guards run is seen: what is remembered is looked at after it, too."""
     thing = types.SimpleNamespace(a=1, b=2, c=3)
     calls: list[Callable[[], Any]] = []
 
@@ -429,7 +428,7 @@ def test_rows_that_call_python() -> None:
 
 
 def test_fresh_object_at_each_call() -> None:
-    """An argument that is another object at each call keeps nothing from being remembered for long."""
+    """An argument that is another object at each call does not keep the rest from being remembered."""
     torch._dynamo.reset()
 
     def f(model: Model, batch: Any) -> Any:
