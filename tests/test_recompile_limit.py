@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import trident
-from tests.conftest import compilations, reset_compilations
-from trident import TridentError
+from tests.conftest import compilations, frame_stats, reset_compilations
+from trident import TridentError, _frame
 
 X = torch.arange(4.0)
 config = torch._dynamo.config
@@ -207,3 +207,59 @@ def test_setting_it_compiles_nothing_again(fresh: None) -> None:
         compiled(X)
     compiled(X)
     assert compilations()["graphs"] == 0
+
+
+# ---- over the limit ----
+
+
+def test_over_the_limit_known_calls_are_served(enabled: None) -> None:
+    def f(x: torch.Tensor, n: int) -> torch.Tensor:
+        return x * n
+
+    compiled = torch.compile(f, backend="trident", dynamic=False)
+    with config.patch(recompile_limit=2):
+        for n in (2, 2, 3, 3, 4, 5):
+            compiled(X, n)
+        frame = trident.explain(compiled).frames[0]
+        assert frame.over_limit
+        assert len(frame.specializations) == 2
+        text = str(trident.explain(compiled))
+        assert "over Dynamo's recompile limit" in text
+        assert "n: expected 2, got 5" in text
+        hits = frame_stats("f").hits
+        for n in (2, 3, 4) * 50:
+            assert torch.equal(compiled(X, n), X * n)
+        assert frame_stats("f").hits == hits + 100
+        assert _frame.is_hooked(f.__code__)
+
+
+def test_under_the_limit_nothing_is_said(enabled: None) -> None:
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    compiled(X)
+    compiled(X)
+    assert not trident.explain(compiled).frames[0].over_limit
+    assert "recompile limit" not in str(trident.explain(compiled))
+
+
+def test_over_the_limit_others_back_off_and_known_calls_return(enabled: None) -> None:
+    def f(x: torch.Tensor, n: int) -> torch.Tensor:
+        return x * n
+
+    # Dynamo's code serves the frame: no door would.
+    compiled = torch.compile(f, backend="eager", dynamic=False)
+    with config.patch(recompile_limit=1):
+        for n in (2, 2, 3):
+            compiled(X, n)
+        for _ in range(10_000):
+            compiled(X, 7)
+        # Asked after 64, then after 64, 128, 256, ... calls that are left to stock.
+        assert frame_stats("f").misses < 64 + 10
+        (frame,) = trident.explain(compiled).frames
+        assert frame.passes > 0
+        assert f"the next {frame.passes} calls, too" in str(trident.explain(compiled))
+        served = frame_stats("f").run_code
+        for _ in range(frame.passes + 10):
+            assert torch.equal(compiled(X, 2), X * 2)
+        assert frame_stats("f").run_code == served + 10
+        compiled(X, 7)  # asked again
+        assert trident.explain(compiled).frames[0].passes == 0
