@@ -442,8 +442,8 @@ def test_back_off_and_return(strictly_enabled: None) -> None:
         assert _frame.is_hooked(f.__code__)
         for _ in range(100):
             compiled(X, False)  # over the limit: stock runs it eagerly
-        assert not _frame.is_hooked(f.__code__)
         misses = frame_stats("f").misses
+        assert misses == 64  # the others went to stock unseen
         compiled(X, False)
         assert frame_stats("f").misses == misses
     torch._dynamo.reset()

@@ -18,11 +18,25 @@ cdef extern from "runtime/cpython_frame.h":
     int PyMethod_Check(PyObject *o)
     PyObject *PyMethod_GET_FUNCTION(PyObject *o)
 
+cdef extern from "runtime/timing.h" namespace "trident":
+    ctypedef struct Sample "trident::Timings::Sample":
+        int64_t guards_ns, plan_ns, program_ns
+    cdef cppclass Samples "std::array<trident::Timings::Sample, trident::Timings::kKept>":
+        Sample &operator[](size_t)
+    ctypedef struct Timings:
+        Samples samples
+        uint64_t n
+        int64_t last_ns
+    const size_t kKept "trident::Timings::kKept"
+
 cdef extern from "runtime/memo.h" namespace "trident":
+    cdef cppclass Memo:
+        vector[cbool] covered
     cdef cppclass Memos:
         size_t size()
         size_t bytes()
         uint64_t hits()
+        const Memo *recent()
 
 cdef extern from "runtime/guards.h" namespace "trident":
     cdef cppclass Fetched:
@@ -73,7 +87,16 @@ cdef extern from "runtime/scm.h" namespace "trident":
                                      PyObject *closure) noexcept
     ctypedef struct Counters:
         uint64_t hits, misses, raised, run_code
+    ctypedef struct MissOfSpecialization "decltype(trident::Specialization::miss)":
+        uint64_t number
+        int row
+        PyObject *got
+    cdef cppclass TimingsPointer "std::unique_ptr<trident::Timings>":
+        Timings *get()
     ctypedef struct Specialization:
+        MissOfSpecialization miss
+        HostProgram *program
+        TimingsPointer timings
         int64_t references
         cbool alive
         GuardProgram *guards
@@ -100,7 +123,10 @@ cdef extern from "runtime/scm.h" namespace "trident":
         cbool sees_functions
         Counters counters
         uint64_t misses_in_a_row
+        uint64_t n_noted_misses
+        uint64_t passes
         int n_locals
+    void scm_measure(Scm *scm, uint64_t n)
     Specialization *specialization_new()
     void specialization_unref(Specialization *s)
     Scm *scm_new(PyCodeObject *code, PyObject *owner)

@@ -252,6 +252,10 @@ cdef class NativeSpecialization:
         self.native.may_call = may_call
         self.native.plan_globals = <PyObject *>globals_
 
+    def set_program(self, NativeProgram program not None) -> None:
+        """The host program of the frame's graph, to be timed; the handle of `set_plan` keeps it alive."""
+        self.native.program = program.native
+
     def set_origin(self, code, backend, int64_t isolate_id, str annotation) -> None:
         """Dynamo's code object, backend and recompile scope (-1: the default one)."""
         Py_INCREF(code)
@@ -306,6 +310,41 @@ cdef class NativeSpecialization:
     def last_failed(self) -> int:
         """Row of the last failed check, -1 if none failed yet."""
         return self.native.last_failed
+
+    @property
+    def miss(self):
+        """(number, row, snapshot) of the last miss of the frame that this specialization saw: its
+        number in NativeScm.noted_misses, the row that failed (-1: the guards were not asked, or passed)
+        and what it looked at (see snapshot.h; None: nothing to tell). None before the first."""
+        if self.native.miss.number == 0:
+            return None
+        got = None if self.native.miss.got == NULL else <object>self.native.miss.got
+        return self.native.miss.number, self.native.miss.row, got
+
+    @property
+    def samples(self) -> tuple:
+        """(the clock at the last one in ns, [(guards, plan, host program) in ns, None for what the call
+        had not]) of the sampled calls, at most 31."""
+        cdef Timings *timings = self.native.timings.get()
+        cdef Sample sample
+        if timings == NULL:
+            return 0, []
+        found = []
+        for i in range(min(timings.n, kKept)):
+            sample = timings.samples[i]
+            times = sample.guards_ns, sample.plan_ns, sample.program_ns
+            found.append(tuple([None if ns < 0 else ns for ns in times]))
+        return timings.last_ns, found
+
+    @property
+    def remembered(self) -> tuple:
+        """The rows that the memo which was used last makes unnecessary: see memo.h."""
+        cdef const Memo *memo = NULL
+        if self.native.guards != NULL:
+            memo = self.native.guards.memos().recent()
+        if memo == NULL:
+            return ()
+        return tuple([i for i in range(memo.covered.size()) if memo.covered[i]])
 
     @property
     def size(self) -> int:
@@ -382,6 +421,20 @@ cdef class NativeScm:
         self.native.counters.misses = 0
         self.native.counters.raised = 0
         self.native.counters.run_code = 0
+
+    @property
+    def noted_misses(self) -> int:
+        """Misses of which the specializations keep the reason."""
+        return self.native.n_noted_misses
+
+    @property
+    def passes(self) -> int:
+        """How many calls are still left to stock unseen, as too many missed over Dynamo's limit."""
+        return self.native.passes
+
+    def measure(self, uint64_t n) -> None:
+        """The next n hits are timed; without, the first few are, and one in 1024."""
+        scm_measure(self.native, n)
 
     def hook(self, code) -> None:
         """The hook looks at this code object's frames from now on (again, after a back-off)."""

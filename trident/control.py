@@ -7,6 +7,7 @@ the SCMs, and while enabled lets the eval-frame hook and the doors use them.
 from __future__ import annotations
 
 import atexit
+import contextvars
 import functools
 import os
 import sys
@@ -21,6 +22,7 @@ from trident import _frame, capture, settings
 from trident.capture import Specialization, dynamo
 from trident.errors import TridentError
 from trident.scm import SpecializationCacheModule
+from trident.texts import safe_text
 
 # A frame that Dynamo skips and whose code is longer than this (bytes) does more than return an
 # argument, a constant or a tuple of them: not worth analysing.
@@ -61,6 +63,8 @@ class Runtime:
 
     def compile_started(self) -> None:
         _frame.suspend_doors()
+        if _limits.used:
+            _limits.apply()
 
     def compile_finished(self, code: CodeType | None) -> None:
         _frame.resume_doors()
@@ -112,6 +116,10 @@ class Runtime:
     def is_skipped(self, code: CodeType) -> bool:
         """Does Dynamo run these frames as they are? A reset, unseen by capture, ends that."""
         return capture.is_skipped(code) and (not self._ready or _is_skipped(code))
+
+    def is_over_limit(self, code: CodeType) -> bool:
+        """Does Dynamo compile no more for this frame, as it was compiled too often?"""
+        return self._ready and (_frame.dynamo_record(code) or ("default",))[0] == "run_only"
 
     # ---- the switch ----
 
@@ -331,9 +339,10 @@ runtime = Runtime()
 class Enabled:
     """What `enable()` returns: leave it as a context, or call `trident.disable()`.
 
-    Entering it once more enables once more."""
+    Entering it once more enables once more. `recompile_limit` is the one that it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, recompile_limit: int | None = None) -> None:
+        self.recompile_limit = recompile_limit
         self._entered = False
 
     def __enter__(self) -> Enabled:
@@ -355,6 +364,53 @@ _active: list[Enabled] = []
 _active_lock = threading.RLock()
 
 
+class _RecompileLimits:
+    """Dynamo's recompile limits while an `enable(recompile_limit=...)` is in force.
+
+    In newer torch releases a thread sees only what it has set itself, so each thread that compiles
+    applies what holds at that moment, and so does a thread that enables or disables. A limit that
+    somebody else has set meanwhile stays as it is."""
+
+    def __init__(self) -> None:
+        self.used = False  # ever
+        per_thread = dynamo.has_config_per_thread()
+        # What was set here: name -> (the former value, ours).
+        self._set: contextvars.ContextVar[dict[str, tuple[int, int]]] | None = (
+            contextvars.ContextVar("trident_recompile_limits") if per_thread else None
+        )
+        self._set_for_all: dict[str, tuple[int, int]] = {}
+
+    def apply(self) -> None:
+        """Gives this thread the limits of the latest `enable()` that has one; idempotent."""
+        wanted = next((t.recompile_limit for t in reversed(_active) if t.recompile_limit), None)
+        found = self._set_for_all if self._set is None else self._set.get({})
+        fresh: dict[str, tuple[int, int]] = {}
+        for name, current in dynamo.recompile_limits().items():
+            former, ours = found.get(name, (current, current))
+            if current != ours:
+                if wanted is not None and self._value(name, wanted, former) == ours:
+                    fresh[name] = former, ours  # somebody else's, while we want what we did
+                    continue
+                former = current
+            value = former
+            if wanted is not None:
+                value = self._value(name, wanted, former)
+                fresh[name] = former, value
+            if value != current:
+                dynamo.set_recompile_limit(name, value)
+        if self._set is None:
+            self._set_for_all = fresh
+        else:
+            self._set.set(fresh)
+
+    @staticmethod
+    def _value(name: str, wanted: int, former: int) -> int:
+        return wanted if name == "recompile_limit" else max(wanted, former)
+
+
+_limits = _RecompileLimits()
+
+
 def _after_fork_in_child() -> None:
     global _active_lock
     _active_lock = threading.RLock()
@@ -364,7 +420,7 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def enable(*, reset: bool = False) -> Enabled:
+def enable(*, reset: bool = False, recompile_limit: int | None = None) -> Enabled:
     """Lets calls of compiled functions enter their Specialization Cache Module, in all threads.
 
     Use it as a context manager, or as a plain call ended by `disable()`. It nests: Trident is on
@@ -373,11 +429,22 @@ def enable(*, reset: bool = False) -> Enabled:
     Args:
         reset: call ``torch._dynamo.reset()`` first, so that what was compiled before
             `import trident` is compiled again, recorded, and can become native.
+        recompile_limit: how often Dynamo compiles a frame until this `enable()` ends, in all
+            threads: its ``torch._dynamo.config.recompile_limit``, and with it
+            ``accumulated_recompile_limit`` where that is lower. The latest one in force counts;
+            ``torch.compile(recompile_limit=...)`` goes before. A frame that Dynamo has given up
+            already stays so until ``torch._dynamo.reset()``. None: Dynamo's own.
 
     Raises:
-        TridentError: this torch lacks something Trident needs; nothing is changed then.
+        TridentError: `recompile_limit` is no int of at least 1, or this torch lacks something
+            Trident needs; nothing is changed then.
     """
-    token = Enabled()
+    if recompile_limit is not None and (type(recompile_limit) is not int or recompile_limit < 1):
+        raise TridentError(
+            "enable() takes as recompile_limit an int of at least 1, or None for Dynamo's own "
+            f"limit, not {safe_text(recompile_limit)}"
+        )
+    token = Enabled(recompile_limit)
     _begin(token, reset)
     return token
 
@@ -393,6 +460,10 @@ def _begin(token: Enabled, reset: bool = False) -> None:
     with _active_lock:
         runtime.start()
         _active.append(token)
+        if token.recompile_limit is not None:
+            _limits.used = True
+        if _limits.used:
+            _limits.apply()
 
 
 def disable() -> None:
@@ -404,10 +475,13 @@ def disable() -> None:
 
 def _end(token: Enabled) -> None:
     with _active_lock:
-        if token in _active:
-            _active.remove(token)
+        places = [place for place, other in enumerate(_active) if other is token]
+        if places:
+            del _active[places[-1]]
             if not _active:
                 runtime.stop()
+            if _limits.used:
+                _limits.apply()
 
 
 def is_enabled() -> bool:

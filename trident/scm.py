@@ -84,6 +84,8 @@ class Entry:
         # The handle lives as long as the native twin: the plan's code, and the strict check's spec.
         handle = (spec, built.code, built.program, built.globals)
         native.set_plan(built.plan_address, handle, built.plan_locals)
+        if built.program is not None:
+            native.set_program(built.program)
         if built.uses_globals and built.globals is not None:
             native.set_scope(built.globals, built.program is not None, built.may_call)
         if spec.alive:
@@ -113,6 +115,7 @@ class SpecializationCacheModule:
         self.firstlineno = code.co_firstlineno
         self.entries: list[Entry] = []  # newest first
         self.skipped: Built | None = None
+        self.native_skipped: _frame.NativeSpecialization | None = None  # its plan
         self.skips = False
         self.build_s = 0.0
         self.native = _frame.NativeScm(code, self)
@@ -171,6 +174,7 @@ class SpecializationCacheModule:
             native = _frame.NativeSpecialization(capture.dynamo.framelocals(code))
             native.set_plan(self.skipped.plan_address, self.skipped.code, self.skipped.plan_locals)
             self.native.set_skipped(native)
+            self.native_skipped = native
 
     def _publish(self) -> None:
         live = [e.native for e in self.entries if e.native is not None and e.spec.alive]

@@ -6,8 +6,9 @@ import pytest
 
 from tests.codegen.golden import check_golden
 from trident.codegen import dialect
-from trident.codegen.dialect import Emitter, ObjectTable, Program, Reference, safe_text, session
+from trident.codegen.dialect import Emitter, ObjectTable, Program, Reference, session
 from trident.errors import TridentError
+from trident.texts import safe_text
 
 
 def small_program() -> Program:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from contextvars import ContextVar
 from importlib.metadata import EntryPoint
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -32,6 +33,8 @@ _REQUIRED: tuple[tuple[str, str], ...] = (
     ("torch._dynamo.eval_frame", "OptimizedModule"),
     ("torch._dynamo.eval_frame", "DynamoStance"),
     ("torch._dynamo.eval_frame", "_stance"),
+    ("torch._dynamo.config", "recompile_limit"),
+    ("torch._dynamo.config", "accumulated_recompile_limit"),
     ("torch._dynamo.types", "FrameAction"),
     ("torch._dynamo.types", "FrameExecStrategy"),
     ("torch._C._dynamo.guards", "GuardManager"),
@@ -403,6 +406,27 @@ def code_with_record() -> CodeType:
     code = compile("None", "<trident>", "eval")
     skip_frames_of(code)
     return code
+
+
+RECOMPILE_LIMITS = ("recompile_limit", "accumulated_recompile_limit")
+
+
+def recompile_limits() -> dict[str, int]:
+    """How often Dynamo compiles a frame at most, for one object that it belongs to and for all
+    (2.11 to 2.15). From 2.13 on (at least) a thread has values of its own once it sets some."""
+    return {name: getattr(torch._dynamo.config, name) for name in RECOMPILE_LIMITS}
+
+
+def set_recompile_limit(name: str, value: int) -> None:
+    """Sets one of :func:`recompile_limits`, where the release has such values: for this thread."""
+    setattr(torch._dynamo.config, name, value)
+
+
+def has_config_per_thread() -> bool:
+    """Whether what a thread sets in Dynamo's configuration is for that thread, or context, only."""
+    entries = getattr(torch._dynamo.config, "_config", {})
+    entry = entries.get(RECOMPILE_LIMITS[0])
+    return isinstance(getattr(entry, "user_override", None), ContextVar)
 
 
 def reset() -> None:

@@ -39,6 +39,7 @@ from torch_mlir._mlir_libs import _mlir
 from torch_mlir.dialects import ext
 
 from trident.errors import TridentError
+from trident.texts import safe_text
 
 # Attributes of an operation that index the side list of objects.
 OBJECT_ATTRIBUTES = ("object", "type", "id")
@@ -293,27 +294,6 @@ class ObjectTable:
                 "text that needs objects lowers only together with its object table"
             )
         return self.values[index]
-
-
-_type_name = type.__dict__["__name__"].__get__
-
-
-def safe_text(value: Any, depth: int = 2) -> str:
-    """A short text of `value` that never runs user code: other than builtins, its type's name."""
-    kind = type(value)
-    if value is None or kind in (bool, float, complex):
-        return repr(value)
-    if kind is int:
-        return repr(value) if value.bit_length() <= 128 else f"int of {value.bit_length()} bits"
-    if kind in (str, bytes):
-        return repr(value) if len(value) <= 60 else repr(value[:60]) + "..."
-    if kind in (tuple, list) and depth:
-        items = ", ".join(safe_text(item, depth - 1) for item in value[:8])
-        more = ", ..." if len(value) > 8 else ("," if kind is tuple and len(value) == 1 else "")
-        return f"({items}{more})" if kind is tuple else f"[{items}{more}]"
-    if issubclass(kind, type):
-        return f"type {_type_name(value)}"
-    return f"<{_type_name(kind)}>"
 
 
 @dataclasses.dataclass(slots=True, eq=False)

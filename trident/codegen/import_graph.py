@@ -25,9 +25,10 @@ from trident.capture.graph import (
     given_by,
     line_of,
 )
-from trident.codegen.dialect import Emitter, safe_text
+from trident.codegen.dialect import Emitter
 from trident.codegen.integers import Integers, is_float
 from trident.errors import UnsupportedGraph
+from trident.texts import safe_text
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -17,9 +17,10 @@ import sympy
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 from torch_mlir import ir
 
-from trident.codegen.dialect import Emitter, safe_text
+from trident.codegen.dialect import Emitter
 from trident.codegen.registry import register
 from trident.errors import UnsupportedGraph
+from trident.texts import safe_text
 
 _RANGE = range(-(2**63), 2**63)
 

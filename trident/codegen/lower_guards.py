@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 from torch_mlir import ir
 
-from trident.codegen.dialect import ObjectTable, Program, Reference, safe_text, session
+from trident.codegen.dialect import ObjectTable, Program, Reference, session
 from trident.codegen.registry import register
 from trident.errors import TridentError, UnsupportedGuard
+from trident.texts import safe_text
 
 
 class Row(NamedTuple):

@@ -3,6 +3,7 @@
 #include "program.h"
 
 #include <alloca.h>
+#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -119,9 +120,47 @@ bool plan_fits(const Specialization *s, const PyFunctionObject *function) {
   return !s->has_program || !program_is_observed();
 }
 
+/* Times the parts of a call, if it is one of those that are sampled. */
+class CallTimer {
+public:
+  explicit CallTimer(const Scm *scm) : on_(scm->is_sampled()) {}
+  CallTimer(const CallTimer &) = delete;
+  void guards_begin() {
+    if (__builtin_expect(on_, 0)) start_ = now_ns();
+  }
+  void guards_end() {
+    if (__builtin_expect(on_, 0)) guards_ns_ = elapsed_ns(start_);
+  }
+  /* The plan, or Dynamo's code, begins; it may run the specialization's program. */
+  void plan_begin(const Specialization *s) {
+    if (!__builtin_expect(on_, 0)) return;
+    if (s->program != nullptr && s->program->watch == nullptr) {
+      program_ = s->program;
+      watch_.thread = PyThreadState_GET();
+      program_->watch = &watch_;
+    }
+    start_ = now_ns();
+  }
+  /* `served`: it gave the call's value. */
+  void plan_end(Scm *scm, Specialization *s, bool is_plan, bool served) {
+    if (!__builtin_expect(on_, 0)) return;
+    const int64_t both = elapsed_ns(start_);
+    if (program_ != nullptr && program_->watch == &watch_) program_->watch = nullptr; /* it did not run */
+    if (!served) return;
+    const int64_t plan = !is_plan ? -1 : watch_.ns < 0 ? both : std::max(both - watch_.ns, int64_t{0});
+    scm_add_sample(scm, s, guards_ns_, plan, watch_.ns);
+  }
+
+private:
+  const bool on_;
+  int64_t start_ = 0, guards_ns_ = -1;
+  HostProgram *program_ = nullptr; /* its specialization is pinned from plan_begin to plan_end */
+  ProgramWatch watch_{nullptr};
+};
+
 /* Runs a native plan; the result, null with an error set, or kMiss. A profiler sees the region. */
 PyObject *run_plan(Scm *scm, Specialization *s, PyObject *const *locals, Fetched *fetched,
-                   const PyFunctionObject *function, bool may_call) {
+                   const PyFunctionObject *function, bool may_call, CallTimer *timer) {
   PyObject *result = nullptr;
   std::optional<at::RecordFunction> region;
   if (!s->annotation.empty()) { /* frames that Dynamo skips have no region */
@@ -129,8 +168,10 @@ PyObject *run_plan(Scm *scm, Specialization *s, PyObject *const *locals, Fetched
     if (observers.has_value()) region.emplace(std::move(*observers)).before(s->annotation.c_str());
   }
   const bool outer_may_call = std::exchange(plan_may_call, may_call);
+  timer->plan_begin(s);
   const int32_t status = s->plan(locals, &result, fetched->data(), function->func_closure);
   plan_may_call = outer_may_call;
+  timer->plan_end(scm, s, true, status == 0);
   if (status == 0) {
     scm->counters.hits++;
     s->hits++;
@@ -180,10 +221,17 @@ void offer_door(PyThreadState *ts, Scm *scm) {
   Py_XDECREF(result);
 }
 
-void record_miss(Scm *scm, PyCodeObject *co) {
+/* A frame that always misses is left to stock until it compiles again. One that is over Dynamo's recompile
+ * limit never will: it is left to stock for a number of calls, which doubles, and then tried again. */
+void record_miss(Scm *scm, PyCodeObject *co, dynamo::Action action) {
   scm->counters.misses++;
-  if (doors_swap_type && scm->sees_functions) return; /* see call_stock */
-  if (++scm->misses_in_a_row >= kBackOffMisses) hook_remove(co); /* until it compiles again */
+  if (++scm->misses_in_a_row < kBackOffMisses) return;
+  if (action == dynamo::Action::run_only) {
+    const uint64_t more = scm->misses_in_a_row == kBackOffMisses ? kBackOffMisses : 2 * scm->last_passes;
+    scm->passes = scm->last_passes = std::min(more, kMaxPasses);
+  } else if (!doors_swap_type || !scm->sees_functions) { /* see call_stock */
+    hook_remove(co);
+  }
 }
 
 bool build_stale(Scm *scm) {
@@ -203,7 +251,7 @@ struct HookCall {
 };
 
 /* RUN_CODE: what Dynamo does on a hit, under the callback that it would set. As hook_dispatch. */
-PyObject *run_compiled_code(const HookCall &c, Specialization *s) {
+PyObject *run_compiled_code(const HookCall &c, Specialization *s, CallTimer *timer) {
   const dynamo::NestedFrames nested = dynamo::nested_frames();
   if (nested == dynamo::NestedFrames::stock) return kMiss;
   PyObject *recursive = c.record.recursive == dynamo::Action::skip       ? Py_None
@@ -214,7 +262,9 @@ PyObject *run_compiled_code(const HookCall &c, Specialization *s) {
   s->hits++;
   dynamo::set_callback(recursive);
   dynamo::fullgraph_count_hit();
+  timer->plan_begin(s);
   PyObject *result = dynamo::run_code(c.ts, c.frame, s->code, s->annotation.c_str());
+  timer->plan_end(c.scm, s, false, result != nullptr);
   if (recursive != c.callback) dynamo::set_callback(c.callback);
   frame_done(c.ts, c.frame);
   return result;
@@ -246,12 +296,15 @@ PyObject *hook_dispatch(HookCall &c) {
   bool failed = false;
   dynamo::set_callback(Py_None); /* guards and builds are not user code */
   if (c.scm->stale) failed = !build_stale(c.scm);
+  CallTimer timer(c.scm);
   if (c.record.frame == dynamo::Action::skip) {
     s = failed ? nullptr : c.scm->skipped;
     if (s != nullptr && !plan_can_run(s, locals)) s = nullptr;
     if (s != nullptr) s->references++;
   } else {
+    timer.guards_begin();
     if (!failed) scm_select(c.scm, c.callback, dynamo::isolate_id(), locals, false, &s, &fetched);
+    timer.guards_end();
     if (s != nullptr && strict_) failed = !strict_check(c.scm, s, locals);
   }
   dynamo::set_callback(c.callback);
@@ -260,15 +313,15 @@ PyObject *hook_dispatch(HookCall &c) {
     result = nullptr;
     frame_done(c.ts, c.frame);
   } else if (s == nullptr) {
-    if (c.record.frame != dynamo::Action::skip) record_miss(c.scm, c.code);
+    if (c.record.frame != dynamo::Action::skip) record_miss(c.scm, c.code, c.record.frame);
   } else if (plan_fits(s, frame_function(c.frame))) {
     c.scm->misses_in_a_row = 0;
-    result = run_plan(c.scm, s, locals, &fetched, frame_function(c.frame), true);
+    result = run_plan(c.scm, s, locals, &fetched, frame_function(c.frame), true, &timer);
     if (result != kMiss) plan_done(c);
   } else {
     c.scm->misses_in_a_row = 0;
     extras.release();
-    result = run_compiled_code(c, s);
+    result = run_compiled_code(c, s, &timer);
   }
   extras.release();
   specialization_unref(s);
@@ -293,7 +346,9 @@ PyObject *eval_frame(PyThreadState *ts, Frame *f, int throwflag) {
     Scm *scm = codes_.get(co);
     if (__builtin_expect(scm != nullptr, 0) && !throwflag && frame_is_replaceable(f, co)) {
       scm->references++; /* the table may drop it meanwhile */
-      PyObject *result = hook_frame(ts, f, co, scm);
+      PyObject *result = kMiss;
+      if (__builtin_expect(scm->passes == 0, 1)) result = hook_frame(ts, f, co, scm);
+      else scm->passes--;
       if (result == kMiss) result = call_stock(ts, f, scm);
       scm_unref(scm);
       return result;
@@ -427,6 +482,7 @@ PyObject *door_dispatch(Door *door, PyFunctionObject *function, const CallArgume
   if (bind_arguments(function, call, locals, &extras)) {
     Specialization *s = nullptr;
     Fetched fetched;
+    CallTimer timer(scm);
     if (skips) {
       s = plan_can_run(scm->skipped, locals) ? scm->skipped : nullptr;
       if (s != nullptr) s->references++;
@@ -435,13 +491,15 @@ PyObject *door_dispatch(Door *door, PyFunctionObject *function, const CallArgume
       PyObject *callback = PyCell_GET(PyTuple_GET_ITEM(closure, setup_.callback_cell));
       PyObject *active = dynamo::callback(); /* guards are not user code, see hook_dispatch */
       if (active != Py_None) dynamo::set_callback(Py_None);
+      timer.guards_begin();
       scm_select(scm, callback, door->isolate_id, locals, true, &s, &fetched);
+      timer.guards_end();
       if (s != nullptr && strict_ && !strict_check(scm, s, locals)) result = nullptr;
       if (active != Py_None) dynamo::set_callback(active);
       Py_DECREF(active);
     }
     if (s != nullptr && result == kMiss && !s->may_call && plan_fits(s, function)) {
-      result = run_plan(scm, s, locals, &fetched, function, false);
+      result = run_plan(scm, s, locals, &fetched, function, false, &timer);
       if (!skips && result != kMiss) dynamo::fullgraph_count_hit(); /* as within a fullgraph caller */
     }
     specialization_unref(s);
@@ -592,7 +650,7 @@ bool hook_is_on() { return hook_on_; }
 void hook_add(PyCodeObject *code, Scm *scm) {
   Scm *former = codes_.get(code);
   scm->references++;
-  scm->misses_in_a_row = 0;
+  scm->misses_in_a_row = scm->passes = 0;
   codes_.put(code, scm);
   scm_unref(former);
 }

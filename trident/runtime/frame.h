@@ -89,6 +89,8 @@ inline bool thread_allows_now() { return thread_allows(PyThreadState_GET()); }
 
 /* Misses in a row after which a frame goes back to stock until it compiles again. */
 constexpr uint64_t kBackOffMisses = 64;
+/* At most so many calls of a frame over the recompile limit are left to stock before it is tried again. */
+constexpr uint64_t kMaxPasses = 4096;
 
 } // namespace trident
 #endif

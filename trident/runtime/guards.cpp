@@ -449,6 +449,12 @@ void set_guard_modules(PyObject *device_dict, PyObject *forward_ad, bool knows_g
   }
 }
 
+PyObject *current_default_device() {
+  PyObject *device = PyDict_GetItemWithError(device_dict_, current_device_name_);
+  if (device == nullptr) PyErr_Clear();
+  return device;
+}
+
 GuardProgram::GuardProgram(int n_registers, PyObject *framelocals)
     : n_registers_(n_registers), framelocals_(Py_NewRef(framelocals)) {}
 
@@ -627,17 +633,18 @@ struct GuardProgram::Run {
   }
 };
 
-bool GuardProgram::run(PyObject *const *locals, int *failed, Fetched *fetched) {
+bool GuardProgram::run(PyObject *const *locals, int *failed, Fetched *fetched, PyObject **looked_at) {
   if (!sealed_) seal();
   Memo *memo = uses_memos_ ? memos_.find(locals) : nullptr;
   if (memo != nullptr && run_memo(memo, locals, fetched)) {
     memos_.hit();
     return true;
   }
-  return run_all(locals, failed, fetched, memo);
+  return run_all(locals, failed, fetched, memo, looked_at);
 }
 
-bool GuardProgram::run_all(PyObject *const *locals, int *failed, Fetched *fetched, Memo *memo) {
+bool GuardProgram::run_all(PyObject *const *locals, int *failed, Fetched *fetched, Memo *memo,
+                           PyObject **looked_at) {
   full_runs_++;
   PyObject **registers;
   std::vector<PyObject *> heap;
@@ -652,6 +659,10 @@ bool GuardProgram::run_all(PyObject *const *locals, int *failed, Fetched *fetche
     Run run{locals, registers, disables_torch_function_};
     passed = execute(rows_.data(), rows_.size(), &run);
     *failed = run.failed;
+    if (!passed && looked_at != nullptr) {
+      const int source = run.failed < 0 ? -1 : rows_[run.failed].src;
+      *looked_at = source < 0 ? nullptr : Py_NewRef(registers[source]);
+    }
     if (passed && fetched != nullptr)
       for (int r : fetched_) fetched->add(registers[r]);
     if (passed && uses_memos_) memos_.note(*this, locals, registers, memo);

@@ -112,8 +112,9 @@ public:
   void set_fetched(std::vector<int> registers);
 
   /* True if all rows pass. `locals` has one (borrowed, possibly null) entry per frame local.
-   * On failure `*failed` is the row that failed. `fetched` (or null) gets the registers to hand over. */
-  bool run(PyObject *const *locals, int *failed, Fetched *fetched);
+   * On failure `*failed` is the row that failed, and `*looked_at` (unless it is null) a new reference to
+   * what the row looked at, or null. `fetched` (or null) gets the registers to hand over. */
+  bool run(PyObject *const *locals, int *failed, Fetched *fetched, PyObject **looked_at = nullptr);
   /* One row, which owns nothing and calls no Python. */
   bool run_row(const Row &row, PyObject *const *locals, PyObject **registers) const;
 
@@ -122,6 +123,7 @@ public:
   int n_registers() const { return n_registers_; }
   int n_locals() const { return static_cast<int>(PyTuple_GET_SIZE(framelocals_)); }
   const std::vector<int> &fetched() const { return fetched_; }
+  PyObject *framelocals() const { return framelocals_; }
   bool is_opened(int r) const { return opened_[r]; } /* is a dict of it, or an entry, fetched? */
   const Memos &memos() const { return memos_; }
   uint64_t full_runs() const { return full_runs_; }
@@ -135,7 +137,7 @@ private:
   bool execute(const Row *rows, size_t n, Run *run) const;
   bool execute_rows(const Row *rows, int n, Run *run, at::impl::TorchFunctionDisabledState state) const;
   bool run_memo(Memo *memo, PyObject *const *locals, Fetched *fetched);
-  bool run_all(PyObject *const *locals, int *failed, Fetched *fetched, Memo *memo);
+  bool run_all(PyObject *const *locals, int *failed, Fetched *fetched, Memo *memo, PyObject **looked_at);
   std::vector<Row> rows_;
   std::vector<std::unique_ptr<TensorSpec>> specs_;
   std::vector<int> fetched_;
@@ -154,6 +156,8 @@ const char *const *guard_op_names(); /* null-terminated, in the order of Op */
 /* Private Python-side objects that rows read: torch.utils._device.__dict__, torch.autograd.forward_ad; and
  * is GlobalStateGuard as GlobalState knows it? */
 void set_guard_modules(PyObject *device_dict, PyObject *forward_ad, bool knows_global_state);
+
+PyObject *current_default_device(); /* borrowed; null: none is noted */
 
 /* 3.11: the type of functions with a door, which guards take for plain ones; null before the first. */
 extern PyTypeObject *doored_function_type;

@@ -37,6 +37,7 @@ public:
   std::unique_ptr<Memo> record() {
     const int n = static_cast<int>(program_.size());
     int i = 0, covered = 0;
+    memo_->covered.resize(n);
     for (; i < n && program_.row(i).dst < 0 && program_.row(i).src < 0 && !is_relation(program_.row(i)); i++)
       memo_->first.push_back(program_.row(i));
     memo_->registers.assign(r_, r_ + program_.n_registers());
@@ -45,6 +46,7 @@ public:
       row_ = i;
       if (may_cover(row) && cover(row)) {
         covered++;
+        memo_->covered[i] = row.op != Op::check_tensor; /* which is read at each call */
         continue;
       }
       memo_->calls_python |= !runs_no_python(&row);
@@ -411,7 +413,7 @@ size_t Memos::bytes() const {
     const Memo &memo = *entry.second;
     bytes += sizeof(Memo) + memo.facts.capacity() * sizeof(Fact) + memo.tensors.capacity() * sizeof(TensorFact) +
              (memo.first.capacity() + memo.rest.capacity()) * sizeof(Row) +
-             memo.registers.capacity() * sizeof(PyObject *);
+             memo.registers.capacity() * sizeof(PyObject *) + memo.covered.capacity() / 8;
     for (const auto &rows : memo.dict_rows) bytes += sizeof(rows) + rows.rows.capacity() * sizeof(int);
   }
   return bytes;

@@ -72,6 +72,7 @@ public:
   /* Do the facts hold? If an entry of a dict has changed, its register is added to `changed`. */
   bool facts_hold(const GuardProgram &program, PyObject *const *locals, std::vector<bool> *changed);
 
+  std::vector<bool> covered; /* per row of the program: is it implied by facts? */
   std::vector<Anchor> anchors;
   std::vector<Row> first, rest; /* rows to run before and after the facts are looked at */
   bool calls_python = false;    /* some row of `rest` may */
@@ -104,6 +105,7 @@ public:
   void note(const GuardProgram &program, PyObject *const *locals, PyObject *const *registers, Memo *memo);
   size_t size() const { return memos_.size(); }
   size_t bytes() const;
+  const Memo *recent() const { return recent_; } /* the one used last, or null */
 
 private:
   uint64_t key(PyObject *const *locals) const;

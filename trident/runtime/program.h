@@ -70,6 +70,12 @@ struct ProgramConstant {
   at::Tensor value, converted;
 };
 
+/* Waits for the next run of a program by a thread, and gets its time. */
+struct ProgramWatch {
+  PyThreadState *thread;
+  int64_t ns = -1; /* -1: it did not run */
+};
+
 struct HostProgram {
   int n_inputs = 0, n_slots = 0; /* the inputs that are tensors come first, in both */
   std::vector<IntegerRow> integers;
@@ -83,6 +89,7 @@ struct HostProgram {
   std::vector<ProgramLine> lines;    /* by step */
   ProgramFunction function = nullptr;
   int cudnn = -1; /* what torch.backends.cudnn.enabled must be, for operators that are passed it; -1: any */
+  ProgramWatch *watch = nullptr; /* of the call that is timed; null: none; borrowed */
   PyObject *globals = nullptr; /* of the user's function: for its warnings' registry; borrowed */
   PyObject *globals_file = nullptr; /* file name of the code that has these globals; borrowed */
 };

@@ -1,5 +1,7 @@
 #include "scm.h"
 
+#include "snapshot.h"
+
 #include <algorithm>
 
 namespace trident {
@@ -47,11 +49,23 @@ Specialization *specialization_new() { return new Specialization(); }
 void specialization_unref(Specialization *s) {
   if (s == nullptr || --s->references > 0) return;
   delete s->guards;
-  PyObject *code = (PyObject *)s->code, *backend = s->backend, *handle = s->handle;
+  PyObject *code = (PyObject *)s->code, *backend = s->backend, *handle = s->handle, *got = s->miss.got;
   delete s; /* first: the references below may run Python */
   Py_XDECREF(code);
   Py_XDECREF(backend);
   Py_XDECREF(handle);
+  Py_XDECREF(got);
+}
+
+void scm_measure(Scm *scm, uint64_t n) {
+  scm->sample_mask = 0;
+  scm->samples_left = n;
+}
+
+void scm_add_sample(Scm *scm, Specialization *s, int64_t guards_ns, int64_t plan_ns, int64_t program_ns) {
+  if (s->timings == nullptr) s->timings = std::make_unique<Timings>();
+  s->timings->add(guards_ns, plan_ns, program_ns);
+  if (scm->samples_left > 0 && --scm->samples_left == 0) scm->sample_mask = kSampleMask;
 }
 
 Scm *scm_new(PyCodeObject *code, PyObject *owner) {
@@ -82,10 +96,36 @@ void scm_set_list(Scm *scm, SpecializationList *list) {
                    [&](Specialization *a, Specialization *b) { return place(a) < place(b); });
   scm->discriminator.forget();
   scm->list = list;
+  scm->sample_mask = 0; /* those that are new are to be sampled */
+  scm->samples_left = std::max(scm->samples_left, kFirstSamples);
   list_unref(former);
 }
 
 namespace {
+
+/* How the guards failed that were tried for a call. */
+class Failures {
+public:
+  struct Failure {
+    Specialization *s; /* the list that is iterated over owns it */
+    int row;
+    PyObject *looked_at; /* owned, or null */
+  };
+  Failures() = default;
+  Failures(const Failures &) = delete;
+  ~Failures() {
+    for (const Failure &failure : items_) Py_XDECREF(failure.looked_at);
+  }
+  void add(Specialization *s, PyObject *looked_at) { items_.push_back({s, s->last_failed, looked_at}); }
+  const Failure *of(const Specialization *s) const {
+    for (const Failure &failure : items_)
+      if (failure.s == s) return &failure;
+    return nullptr;
+  }
+
+private:
+  c10::SmallVector<Failure, 4> items_;
+};
 
 struct Call {
   PyObject *callback;
@@ -93,6 +133,7 @@ struct Call {
   PyObject *const *locals;
   bool need_plan;
   Fetched *fetched;
+  Failures *failures; /* or null: nobody will ask */
 };
 
 /* For a call like this, whatever its arguments. */
@@ -103,9 +144,27 @@ bool is_eligible(Specialization *s, const Call &call) {
 
 bool fits(Specialization *s, const Call &call) {
   call.fetched->clear();
-  return s->guards->run(call.locals, &s->last_failed, call.fetched) &&
-         s->alive && /* a guard's Python may invalidate it */
+  PyObject *looked_at = nullptr;
+  if (!s->guards->run(call.locals, &s->last_failed, call.fetched, call.failures == nullptr ? nullptr : &looked_at)) {
+    if (call.failures != nullptr) call.failures->add(s, looked_at);
+    return false;
+  }
+  return s->alive && /* a guard's Python may invalidate it */
          plan_can_run(s, call.locals);
+}
+
+/* Each live specialization keeps why it did not serve the call. Runs no Python code of the user's. */
+void note_miss(Scm *scm, const SpecializationList *list, const Call &call) {
+  scm->n_noted_misses++;
+  for (Specialization *s : list->items) {
+    if (!s->alive) continue;
+    const Failures::Failure *failure = call.failures->of(s);
+    s->miss.number = scm->n_noted_misses;
+    s->miss.row = failure == nullptr ? -1 : failure->row;
+    PyObject *got = nullptr;
+    if (s->miss.row >= 0) got = snapshot(*s->guards, s->miss.row, failure->looked_at, call.locals);
+    Py_XSETREF(s->miss.got, got);
+  }
 }
 
 /* As Dynamo does with the entry that it uses. */
@@ -155,7 +214,10 @@ bool scm_select(Scm *scm, PyObject *callback, int64_t isolate_id, PyObject *cons
                 bool need_plan, Specialization **out, Fetched *fetched) {
   SpecializationList *list = scm->list;
   list->references++;
-  Specialization *found = select(scm, list, {callback, isolate_id, locals, need_plan, fetched});
+  Failures failures;
+  const Call call{callback, isolate_id, locals, need_plan, fetched, need_plan ? nullptr : &failures};
+  Specialization *found = select(scm, list, call);
+  if (found == nullptr && !need_plan) note_miss(scm, list, call);
   if (found != nullptr) {
     found->references++;
     *out = found;

@@ -11,6 +11,9 @@
 
 #include "discriminator.h"
 #include "guards.h"
+#include "timing.h"
+
+#include <memory>
 
 namespace trident {
 
@@ -20,6 +23,8 @@ enum class Status : int32_t { hit = 0, miss = 1, raised = 2, run_code = 3 };
  * has happened yet). `fetched`: what the guards hand over; `closure`: of the function, or null. */
 using PlanFunction = int32_t (*)(PyObject *const *locals, PyObject **result, PyObject **fetched,
                                  PyObject *closure);
+
+struct HostProgram;
 
 struct Specialization {
   int64_t references = 1;
@@ -38,6 +43,13 @@ struct Specialization {
   std::string annotation;
   uint64_t hits = 0;
   int last_failed = -1; /* row of the last failed check, for explain */
+  struct {
+    uint64_t number = 0;     /* the miss of the frame, counted from 1; 0: none yet */
+    int row = -1;            /* that failed; -1: its guards were not asked, or passed */
+    PyObject *got = nullptr; /* what that row looked at: see snapshot.h; owned */
+  } miss;
+  HostProgram *program = nullptr; /* of the frame's graph, which the handle keeps alive; null: none */
+  std::unique_ptr<Timings> timings; /* of the calls that were sampled; null: none yet */
   struct {
     PyObject *callback; /* borrowed; valid while generation is current */
     bool matches;
@@ -64,6 +76,11 @@ struct Scm {
   bool stale = false;                /* specializations wait to be built at the next call */
   Counters counters;
   uint64_t misses_in_a_row = 0;
+  uint64_t n_noted_misses = 0; /* those that specializations hold the reason of */
+  uint64_t passes = 0, last_passes = 0; /* calls left to stock unseen: see record_miss */
+  /* Calls are sampled whose number fits the mask: all until `samples_left` is 0, then few. */
+  uint64_t sample_mask = 0, samples_left = kFirstSamples;
+  bool is_sampled() const { return ((counters.hits + counters.run_code) & sample_mask) == 0; }
   bool sees_functions = false; /* a guard asks for the exact type of functions */
   PyObject *owner = nullptr; /* borrowed: the Python object that builds and reports */
   int n_locals = 0, n_free = 0, free_offset = 0;
@@ -75,6 +92,11 @@ inline bool plan_can_run(const Specialization *s, PyObject *const *locals) {
   return true;
 }
 
+/* The next n hits are sampled. */
+void scm_measure(Scm *scm, uint64_t n);
+/* A sampled hit: see Timings::add. */
+void scm_add_sample(Scm *scm, Specialization *s, int64_t guards_ns, int64_t plan_ns, int64_t program_ns);
+
 Specialization *specialization_new();
 void specialization_unref(Specialization *s);
 Scm *scm_new(PyCodeObject *code, PyObject *owner);
@@ -83,7 +105,7 @@ void scm_unref(Scm *scm);
 void scm_set_list(Scm *scm, SpecializationList *list);
 
 /* Tries each live specialization that fits the callback; on success *out is pinned (a new reference).
- * `strict` re-checks with Dynamo's own guards through the owner. */
+ * Where none fits and no plan was needed (the hook asked), each keeps the reason. */
 bool scm_select(Scm *scm, PyObject *callback, int64_t isolate_id, PyObject *const *locals,
                 bool need_plan, Specialization **out, Fetched *fetched);
 
