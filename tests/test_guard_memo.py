@@ -392,7 +392,7 @@ def test_order_is_dynamos() -> None:
 
 
 def test_rows_that_call_python() -> None:
-    """What Python changes while guards run is seen: what is remembered is looked at after it, too."""
+    """What Python changes while guards run is seen: the facts are looked at after it, too."""
     thing = types.SimpleNamespace(a=1, b=2, c=3)
     calls: list[Callable[[], Any]] = []
 
@@ -428,7 +428,7 @@ def test_rows_that_call_python() -> None:
 
 
 def test_fresh_object_at_each_call() -> None:
-    """An argument that is another object at each call does not keep the rest from being remembered."""
+    """An argument that is another object at each call keeps nothing else from being remembered."""
     torch._dynamo.reset()
 
     def f(model: Model, batch: Any) -> Any:
