@@ -140,7 +140,8 @@ class _Lowering:
     def __init__(self, function: FunctionType) -> None:
         self.cells = guard_source.cells(function)
         self.globals = function.__globals__
-        self.builtins = function.__builtins__
+        untyped: Any = function  # typeshed's versions differ about __builtins__
+        self.builtins = untyped.__builtins__
         self.variables: dict[str, Any] = {}
         self.program = ShapeProgram([], [], [], [])
         self._known: dict[Any, int] = {}
