@@ -11,7 +11,7 @@ namespace {
 constexpr size_t kMaxMemos = 256;
 /* Records before it is asked whether they are of use: a frame of many layers needs one for each. */
 constexpr uint64_t kFreeRecords = 2 * kMaxMemos;
-/* Fewer rows than these are as fast to run. */
+/* Fewer rows than these are as fast to run, unless it is now known that none of the rest calls Python. */
 constexpr int kFewRows = 4;
 /* So far ahead what will be looked at is fetched into the cache (which an old address does not harm). */
 constexpr size_t kAhead = 6;
@@ -52,7 +52,7 @@ public:
       memo_->calls_python |= !runs_no_python(&row);
       keep(row);
     }
-    if (covered < kFewRows) return nullptr;
+    if (covered < kFewRows && memo_->calls_python) return nullptr;
     for (int r : program_.fetched()) used_.insert(r);
     if (!memo_->calls_python)
       for (Row &row : memo_->rest) row.flags &= ~kTakeReference; /* nothing drops what they borrow */
