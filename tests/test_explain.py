@@ -215,13 +215,12 @@ def test_guard_program(enabled: None) -> None:
     assert guards["check_tensor", "L['x']"].kind == "native"
     weight = "L['self']._modules['linear']._parameters['weight']"
     assert guards["check_tensor", weight].kind == "native"  # read at each call
-    assert guards["check_lambda_locals", ""].kind == "called back"
-    assert dynamic.callbacks == [guards["check_lambda_locals", ""]]
+    assert guards["check_shapes", ""].kind == "native"
+    assert dynamic.callbacks == []
     kinds = dynamic.guard_kinds
     assert sum(kinds.values()) == len(dynamic.guard_program) == dynamic.n_guards
     text = str(trident.explain(compiled))
-    assert f"{kinds['native']} native, {kinds['remembered']} remembered, 1 called back" in text
-    assert "called back: 2 <= L['x'].size()[0]" in text
+    assert f"{kinds['native']} native, {kinds['remembered']} remembered" in text
     assert "L['self'].flag" not in text
     assert "remembered  L['self'].flag == True" in str(trident.explain(compiled, guards=True))
     assert frame.specializations[1].callbacks == []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +26,6 @@ from trident import _frame, capture
 from trident.capture import recorder
 from trident.capture.tree import GuardTree
 from trident.codegen.lower_guards import lower_guards
-from trident.errors import UnsupportedGuard
 
 guards: Any = torch._C._dynamo.guards
 
@@ -37,9 +37,10 @@ NOT_HERE = {
     "TORCH_FUNCTION_MODE_STACK": "test_surroundings",
     "DEFAULT_DEVICE": "test_surroundings",
     "DUAL_LEVEL_MATCH": "test_surroundings",
-    "STORAGE_OVERLAPPING": "test_stays_stock",
-    "SYMBOLIC_SHAPE_GUARD": "test_stays_stock",
-    "indexed_manager": "test_stays_stock (only under SYMBOLIC_SHAPE_GUARD)",
+    "STORAGE_OVERLAPPING": "tests/codegen/test_relations.py",
+    "SYMBOLIC_SHAPE_GUARD": "tests/codegen/test_relations.py",
+    "DYNAMIC_INDICES": "torch 2.11 and 2.12 only: Dynamo's own object is called",
+    "indexed_manager": "tests/codegen/test_relations.py (only under SYMBOLIC_SHAPE_GUARD)",
     "clone_manager": "makes another tree",
 }
 # (kind, odd value): where Dynamo says yes although its question raised an exception.
@@ -90,8 +91,13 @@ class Pair:
             below.add_lambda_guard(lambda x: True, ["a guard that keeps x in the tree"], None)
             case.build(below, root)
 
-        self.root, tree = recorded(build)
-        self.native = native_of(tree)
+        try:
+            self.root, tree = recorded(build)
+            self.native = native_of(tree)
+        except (AttributeError, ValueError) as error:
+            if re.search("has no attribute 'add_|native on Python 3.11 only", str(error)):
+                pytest.skip(str(error))  # not of this torch or Python
+            raise
         self.on_self = any(n.source == "self" for n in tree.root.children)
 
     def native_verdict(self, x: Any) -> bool:
@@ -103,10 +109,12 @@ class Pair:
         values = {"self": x if self.on_self else 0, "x": x, "y": Y}
         values = {name: value for name, value in values.items() if value is not NotImplemented}
         dynamo: Any
+        state = torch._C._get_torch_function_state()
         try:
             dynamo = self.root.check(values)
         except BaseException as error:
             dynamo = type(error).__name__
+            torch._C._set_torch_function_state(state)  # Dynamo leaves it off when a guard raises
         assert self.native_verdict(x) == first
         return first, dynamo
 
@@ -286,21 +294,3 @@ def test_epilogue() -> None:
         assert native.check((0, x, y)) == root.check({"self": 0, "x": x, "y": y})
     assert not native.check((0, 1, NotImplemented))
     assert not root.check({"self": 0, "x": 1})
-
-
-def test_stays_stock() -> None:
-    def overlapping(root: Any) -> None:
-        managers = [root.framelocals_manager((n, i), n, None, ANY) for n, i in (("x", 1), ("y", 2))]
-        torch._dynamo.guards.install_storage_overlapping_guard(
-            managers[:1], managers[1:], ["text"], None
-        )
-
-    def symbolic(root: Any) -> None:
-        manager = root.framelocals_manager(("x", 1), "x", None, ANY)
-        manager = manager.indexed_manager(0, "x", (0, 1), ANY)
-        torch._dynamo.guards.install_symbolic_shape_guard([manager], 1, 0, 1, None, ["text"], None)
-
-    for build in (overlapping, symbolic):
-        _, tree = recorded(build)
-        with pytest.raises(UnsupportedGuard, match="no native form"):
-            trees.imported(tree)

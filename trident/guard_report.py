@@ -20,7 +20,10 @@ NATIVE, REMEMBERED, CALLED_BACK = "native", "remembered", "called back"
 
 # Rows that call a Python function or a guard object of Dynamo's each time.
 _CALLBACKS = frozenset(
-    {"call", "check_lambda", "check_lambda_locals", "check_lambda_no_args", "check_leaf"}
+    {
+        *("call", "check_lambda", "check_lambda_locals", "check_lambda_no_args", "check_leaf"),
+        "check_overlap",
+    }
 )
 _MAX_TEXT = 300
 
@@ -128,7 +131,7 @@ def miss_report(
     name = plain_source(source)
     if row.dst >= 0:
         words = name or row.op, "to be there", _missing(row, got)
-    elif row.op == "check_lambda_locals":
+    elif row.op in ("check_lambda_locals", "check_shapes"):
         words = _condition_words(conditions(table.labels[row.label]) or [check], got)
     else:
         words = _WORDS.get(row.op, _other_words)(row, name, check, got)

@@ -101,7 +101,7 @@ PyObject *take(const GuardProgram &program, const Row &row, PyObject *looked_at,
     PyObject *device = current_default_device();
     return device == nullptr ? nullptr : value_snapshot(device);
   }
-  case Op::check_lambda_locals: return locals_snapshot(program.framelocals(), locals);
+  case Op::check_lambda_locals: case Op::check_shapes: return locals_snapshot(program.framelocals(), locals);
   default: return looked_at == nullptr ? nullptr : value_snapshot(looked_at);
   }
 }
