@@ -112,8 +112,49 @@ def chain_table(results: dict[str, Result]) -> list[str]:
     return lines if len(lines) > n_head else []
 
 
-def other_lines(results: dict[str, Result]) -> list[str]:
+def guard_lines(results: dict[str, Result]) -> list[str]:
     lines = []
+    if (found := results.get("two_tensors")) is not None:
+        f = found["figures"]
+        lines.append(
+            f"- The guards of a function of two tensors take {f['guards_ns']:.0f} ns (goal ≤ "
+            f"{f['target_ns']}), and GLOBAL_STATE {f['global_state_ns']:.0f} ns; Dynamo's check of "
+            f"both takes {f['ratio']:.3g} times as long as ours, each called from Python."
+        )
+    for name, what in (
+        ("many_sizes", "that differ in a size"),
+        ("many_modules", "that differ in an attribute of `self`"),
+    ):
+        if (found := results.get(name)) is not None:
+            a_call = found["figures"]["a_call_ns"]
+            ours = ", ".join(f"{n}: {nanoseconds(a_call[f'Trident, {n}'])}" for n in (1, 8, 64))
+            stock = ", ".join(f"{n}: {nanoseconds(a_call[f'stock, {n}'])}" for n in (1, 8, 64))
+            lines.append(f"- A call by number of specializations {what}: {ours}; stock {stock}.")
+    for backend in ("eager", "trident"):
+        if (found := results.get(f"graph_breaks[{backend}]")) is not None:
+            ours, stock = timing("Trident")(found), timing("stock")(found)
+            lines.append(
+                f"- A function in three pieces, backend {backend}: {ours}, stock (backend eager) "
+                f"{stock}: {ratio(found)}."
+            )
+    if (found := results.get("guard_build")) is not None:
+        f = found["figures"]
+        lines.append(
+            f"- Building guards takes {f['build_us_per_leaf']:.0f} µs a leaf ({f['leaves']} leaves); "
+            f"a specialization's {f['rows']} rows take {f['row_bytes'] / 1024:.0f} KiB, what is "
+            f"remembered of a run {f['memo_bytes'] / 1024:.0f} KiB."
+        )
+    if (found := results.get("instructions")) is not None:
+        f = found["figures"]
+        lines.append(
+            f"- Instructions of a check (callgrind): two tensors {f['two_tensors_instructions']:,.0f}, "
+            f"the 28-layer decoder {f['decoder_instructions']:,.0f}."
+        )
+    return lines
+
+
+def other_lines(results: dict[str, Result]) -> list[str]:
+    lines = guard_lines(results)
     if (found := results.get("build_time")) is not None:
         f = found["figures"]
         lines.append(

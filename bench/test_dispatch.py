@@ -145,6 +145,7 @@ def test_decoder_guards(benchmark: Any, record: Record) -> None:
     record(
         comparison,
         ratio=comparison.ratio("stock", "Trident"),
+        target=20,
         checks=sum(n for op, n in entry.built.counts.items() if op.startswith("check")),
         rows=sum(entry.built.counts.values()),
         build_ms=runtime.module_of(code).build_s * 1e3,
