@@ -119,6 +119,32 @@ def test_python_in_the_graph(fresh: None, name: str, requires_grad: bool) -> Non
     same_as_stock(attempt)
 
 
+def changed_below_no_grad(x: Any) -> Any:
+    with torch.no_grad():
+        y = x[1:]
+        y.add_(1)
+    return y
+
+
+def changed_after_splitting(x: Any) -> Any:
+    y = x * 1
+    a, _ = y.split(2)
+    y.add_(1)
+    return a
+
+
+@pytest.mark.parametrize("f", [changed_below_no_grad, changed_after_splitting])
+def test_views_without_gradients(fresh: None, f: Any) -> None:
+    """Asking for the ``grad_fn`` of such a view raises."""
+
+    def attempt(compile_: Compile) -> Any:
+        g = compile_(f)
+        results = [g(leaf(4)) for _ in range(4)]
+        return [(y.detach(), y.requires_grad, y._version) for y in results]
+
+    same_as_stock(attempt, at_least=3)
+
+
 def test_torch_function_mode(fresh: None) -> None:
     """Stock's graph calls torch's functions below the mode, once more than Dynamo traced it."""
 

@@ -460,7 +460,7 @@ class _Interpreter(torch.fx.Interpreter):
     def _applied_function(self, tensors: Iterator[FakeTensor]) -> bool:
         """Did a ``torch.autograd.Function`` compute any of them just now? Its operators are traced,
         but not its backward. (That of a custom operator is made by torch, and called below it.)"""
-        nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
+        nodes: list[Any] = list(map(_grad_fn, tensors))
         found = False
         while nodes:
             node = nodes.pop()
@@ -501,6 +501,13 @@ def _is_of_users(target: Any) -> bool:
     else:
         module = f"{getattr(target, '__module__', None) or 'torch'}."
     return not module.startswith(_PURE) or module.startswith("torch._dynamo.variables.")
+
+
+def _grad_fn(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # a view that nothing may be differentiated through any more
+        return None
 
 
 def _n_nodes(arguments: Any) -> int:
