@@ -140,15 +140,15 @@ def guard_lines(results: dict[str, Result]) -> list[str]:
     if (found := results.get("guard_build")) is not None:
         f = found["figures"]
         lines.append(
-            f"- Building guards takes {f['build_us_per_leaf']:.0f} µs a leaf ({f['leaves']} leaves); "
-            f"a specialization's {f['rows']} rows take {f['row_bytes'] / 1024:.0f} KiB, what is "
+            f"- Building guards takes {f['build_us_per_leaf']:.0f} µs a leaf "
+            f"({f['leaves']} leaves); a specialization's {f['rows']} rows take {f['row_bytes'] / 1024:.0f} KiB, what is "
             f"remembered of a run {f['memo_bytes'] / 1024:.0f} KiB."
         )
     if (found := results.get("instructions")) is not None:
         f = found["figures"]
         lines.append(
-            f"- Instructions of a check (callgrind): two tensors {f['two_tensors_instructions']:,.0f}, "
-            f"the 28-layer decoder {f['decoder_instructions']:,.0f}."
+            "- Instructions of a check (callgrind): two tensors "
+            f"{f['two_tensors_instructions']:,.0f}, the 28-layer decoder {f['decoder_instructions']:,.0f}."
         )
     return lines
 
