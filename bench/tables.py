@@ -141,8 +141,9 @@ def guard_lines(results: dict[str, Result]) -> list[str]:
         f = found["figures"]
         lines.append(
             f"- Building guards takes {f['build_us_per_leaf']:.0f} µs a leaf "
-            f"({f['leaves']} leaves); a specialization's {f['rows']} rows take {f['row_bytes'] / 1024:.0f} KiB, what is "
-            f"remembered of a run {f['memo_bytes'] / 1024:.0f} KiB."
+            f"({f['leaves']} leaves); a specialization's {f['rows']} rows take "
+            f"{f['row_bytes'] / 1024:.0f} KiB, what is remembered of a run "
+            f"{f['memo_bytes'] / 1024:.0f} KiB."
         )
     if (found := results.get("instructions")) is not None:
         f = found["figures"]
