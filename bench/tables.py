@@ -149,7 +149,8 @@ def guard_lines(results: dict[str, Result]) -> list[str]:
         f = found["figures"]
         lines.append(
             "- Instructions of a check (callgrind): two tensors "
-            f"{f['two_tensors_instructions']:,.0f}, the 28-layer decoder {f['decoder_instructions']:,.0f}."
+            f"{f['two_tensors_instructions']:,.0f}, the 28-layer decoder "
+            f"{f['decoder_instructions']:,.0f}."
         )
     return lines
 
