@@ -1,7 +1,7 @@
 # make build   the environment in .venv and the extension in place
 # make demo    the same, then the main job: examples/decoder.py eager, compiled, under Trident
 # make test    the same, then the tests          make lint    ruff and mypy
-# make test-ops  all of PyTorch's own samples of its operators, about an hour
+# make test-ops  all of PyTorch's own samples of its operators, some hours
 # make bench   the same, then the benchmarks     make clean   removes what was built, not .venv
 #
 # Variables:  PYTHON=python3.12   TORCH="torch==2.11.0"   TESTS="tests/codegen -k golden"
@@ -71,7 +71,7 @@ test: build
 	$(RUN) -m pytest $(TESTS)
 
 test-ops: build
-	$(call say,"PyTorch's own samples of its operators: about an hour; OPS=\"--every 10\" takes a part")
+	$(call say,"PyTorch's own samples of its operators: some hours; OPS=\"--every 10\" takes a part")
 	$(RUN) -m tests.op_samples $(OPS)
 
 lint: $(DEPS)
