@@ -433,6 +433,36 @@ def test_rows_that_call_python() -> None:
     assert not native.check((thing,))
 
 
+def test_python_changes_what_was_fetched_before() -> None:
+    """A run passes although its Python then changed what it had found: that is not remembered."""
+    thing = types.SimpleNamespace(a=1, b=2, c=3)
+    value = 1
+
+    def call(_: Any) -> bool:
+        thing.a = value
+        return True
+
+    native = _frame.NativeSpecialization(("thing",))
+    rows: list[tuple[Any, ...]] = [
+        ("local", 0, -1, 0, 0, None, 0),
+        ("generic_dict", 1, 0, 0, 0, None, 0),
+    ]
+    for register, (name, expected) in enumerate([("a", 1), ("b", 2), ("c", 3)], 2):
+        rows.append(("dict_item", register, 1, 0, 0, name, 0))
+        rows.append(("check_equals", -1, register, 0, 0, expected, 0))
+    rows.append(("check_lambda", -1, 0, 0, 0, call, 0))
+    native.set_guards(rows, 5)
+    value = 5
+    assert native.check((thing,))  # as Dynamo, which looked at a before
+    assert not native.check((thing,))
+    thing.a, value = 1, 1
+    assert native.check((thing,))
+    assert native.check((thing,))
+    value = 7
+    assert native.check((thing,)) is False or not native.check((thing,))
+    assert not native.check((thing,))
+
+
 def test_fresh_object_at_each_call() -> None:
     """An argument that is another object at each call keeps nothing else from being remembered."""
     torch._dynamo.reset()

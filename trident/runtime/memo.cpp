@@ -44,7 +44,7 @@ public:
     for (; i < n; i++) {
       Row row = program_.row(i);
       row_ = i;
-      if (may_cover(row) && cover(row)) {
+      if (may_cover(row) && holds_now(row) && cover(row)) {
         covered++;
         memo_->covered[i] = row.op != Op::check_tensor; /* which is read at each call */
         continue;
@@ -66,6 +66,25 @@ private:
   static bool is_relation(const Row &row) { return row.src < 0 && !registers_used(row).empty(); }
 
   bool may_cover(const Row &row) const { return row.dst < 0 || changed_.empty() || !changed_[row.dst]; }
+
+  /* Python that a later row called may have changed what this row found. */
+  bool holds_now(const Row &row) {
+    switch (row.op) {
+    case Op::dict_item: case Op::check_dict_contains:
+      if (!PyUnicode_CheckExact(row.object)) return false;
+      break;
+    case Op::dict_key: case Op::dict_value: case Op::list_item: case Op::type: case Op::generic_dict:
+    case Op::type_dict: case Op::check_type: case Op::check_dict: case Op::check_dict_length:
+      break;
+    default: return true; /* it cannot change, or is looked at when it is covered, or is run each time */
+    }
+    PyObject **registers = memo_->registers.data();
+    const bool holds = program_.run_row(row, nullptr, registers);
+    if (row.dst < 0) return holds;
+    const bool same = holds && registers[row.dst] == r_[row.dst];
+    registers[row.dst] = r_[row.dst];
+    return same;
+  }
 
   /* The row runs at each call. */
   void keep(Row row) {
