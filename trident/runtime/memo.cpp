@@ -14,7 +14,7 @@ constexpr uint64_t kFreeRecords = 2 * kMaxMemos;
 /* Fewer rows than these are as fast to run, unless it is now known that none of the rest calls Python. */
 constexpr int kFewRows = 4;
 /* So far ahead what will be looked at is fetched into the cache (which an old address does not harm). */
-constexpr size_t kAhead = 6;
+constexpr size_t kAhead = 12;
 
 /* Nobody assigns to the `__class__` of such an object. */
 bool has_type_for_life(PyObject *o) {
