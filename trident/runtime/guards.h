@@ -74,7 +74,6 @@ bool attributes_are_absent_plainly(const Row &row, PyObject *o);
 PyObject *plain_attribute(PyObject *o, PyObject *name);
 std::vector<int32_t> registers_used(const Row &row);
 bool shapes_hold_plainly(const Row &row, PyObject *const *registers); /* of a check_shapes row, without Python */
-bool tensor_matches(const TensorSpec &spec, PyObject *value, const c10::impl::LocalDispatchKeySet &local);
 /* Where a tensor's metadata is, and whether it requires a gradient. */
 void find_near(PyObject *tensor, const CacheLine *near[2]);
 bool pointers_distinct(const std::vector<int32_t> &members, PyObject *const *registers);

@@ -1,6 +1,7 @@
 #include "memo.h"
 
 #include "guards.h"
+#include "tensor_check.h"
 
 #include <algorithm>
 #include <unordered_set>
