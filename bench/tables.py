@@ -250,7 +250,7 @@ def render(results: dict[str, Result]) -> str:
 
 
 def main() -> None:
-    paths = [RESULTS / f"{name}.json" for name in ("dispatch", "host")]
+    paths = [RESULTS / f"{name}.json" for name in ("dispatch", "guards", "host")]
     results: dict[str, Result] = {}
     for path in paths:
         results.update(json.loads(path.read_text()) if path.exists() else {})
