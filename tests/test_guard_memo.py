@@ -362,6 +362,30 @@ def test_many_specializations(name: str) -> None:
     torch._dynamo.reset()
 
 
+def test_learning_runs_no_other_guards() -> None:
+    """Until a call is known, guards run in Dynamo's order up to those that pass, and no others."""
+    torch._dynamo.reset()
+    with (
+        torch._dynamo.config.patch(recompile_limit=64, automatic_dynamic_shapes=False),
+        trident.enable(),
+    ):
+        names: dict[str, Any] = {}
+        exec(compile("def f(x):\n    return x * 2\n", __file__, "exec"), names)
+        f = torch.compile(names["f"], backend="trident")
+        for n in range(6):
+            f(torch.ones(n + 2))
+        module = runtime.module_of(names["f"].__code__)
+        module.build()
+        natives = [entry.native for entry in module.entries if entry.native is not None]
+        assert len(natives) == 6
+        for position, n in ((0, 7), (1, 6), (2, 5), (5, 2), (0, 2)):
+            before = [sum(native.runs) for native in natives]
+            f(torch.ones(n))
+            ran = sum(sum(native.runs) for native in natives) - sum(before)
+            assert ran == position + 1
+    torch._dynamo.reset()
+
+
 def test_order_is_dynamos() -> None:
     """Where several specializations fit a call, the last used or made is taken, as in stock."""
     torch._dynamo.reset()
@@ -397,6 +421,23 @@ def test_order_is_dynamos() -> None:
     torch._dynamo.reset()
 
 
+def guards_of_a_thing(call: Callable[[Any], bool], after: str) -> _frame.NativeSpecialization:
+    """Guards that a, b and c of `thing` are 1, 2 and 3, and that `call` says yes, which they ask
+    `after` one of these."""
+    native = _frame.NativeSpecialization(("thing",))
+    rows: list[tuple[Any, ...]] = [
+        ("local", 0, -1, 0, 0, None, 0),
+        ("generic_dict", 1, 0, 0, 0, None, 0),
+    ]
+    for register, (name, value) in enumerate([("a", 1), ("b", 2), ("c", 3)], 2):
+        rows.append(("dict_item", register, 1, 0, 0, name, 0))
+        rows.append(("check_equals", -1, register, 0, 0, value, 0))
+        if name == after:
+            rows.append(("check_lambda", -1, 0, 0, 0, call, 0))
+    native.set_guards(rows, 5)
+    return native
+
+
 def test_rows_that_call_python() -> None:
     """What Python changes while guards run is seen: the facts are looked at after it, too."""
     thing = types.SimpleNamespace(a=1, b=2, c=3)
@@ -407,17 +448,7 @@ def test_rows_that_call_python() -> None:
             change()
         return True
 
-    native = _frame.NativeSpecialization(("thing",))
-    rows: list[tuple[Any, ...]] = [
-        ("local", 0, -1, 0, 0, None, 0),
-        ("generic_dict", 1, 0, 0, 0, None, 0),
-    ]
-    for register, (name, value) in enumerate([("a", 1), ("b", 2), ("c", 3)], 2):
-        rows.append(("dict_item", register, 1, 0, 0, name, 0))
-        rows.append(("check_equals", -1, register, 0, 0, value, 0))
-        if name == "b":
-            rows.append(("check_lambda", -1, 0, 0, 0, call, 0))
-    native.set_guards(rows, 5)
+    native = guards_of_a_thing(call, after="b")
     for _ in range(3):
         assert native.check((thing,))
     assert native.runs == (1, 2)
@@ -442,16 +473,7 @@ def test_python_changes_what_was_fetched_before() -> None:
         thing.a = value
         return True
 
-    native = _frame.NativeSpecialization(("thing",))
-    rows: list[tuple[Any, ...]] = [
-        ("local", 0, -1, 0, 0, None, 0),
-        ("generic_dict", 1, 0, 0, 0, None, 0),
-    ]
-    for register, (name, expected) in enumerate([("a", 1), ("b", 2), ("c", 3)], 2):
-        rows.append(("dict_item", register, 1, 0, 0, name, 0))
-        rows.append(("check_equals", -1, register, 0, 0, expected, 0))
-    rows.append(("check_lambda", -1, 0, 0, 0, call, 0))
-    native.set_guards(rows, 5)
+    native = guards_of_a_thing(call, after="c")
     value = 5
     assert native.check((thing,))  # as Dynamo, which looked at a before
     assert not native.check((thing,))

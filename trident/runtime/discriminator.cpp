@@ -1,6 +1,7 @@
 #include "discriminator.h"
 
 #include "scm.h"
+#include "tensor_check.h"
 
 #include <algorithm>
 
@@ -24,7 +25,7 @@ uint64_t of_tensor(PyObject *o) {
   const at::Tensor &t = THPVariable_Unpack(o);
   if (!t.defined() || t.layout() != at::kStrided || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return 0;
   const auto keys = c10::impl::tls_local_dispatch_key_set();
-  uint64_t hash = mix(of_pointer(Py_TYPE(o)), ((t.key_set() | keys.included_) - keys.excluded_).raw_repr());
+  uint64_t hash = mix(of_pointer(Py_TYPE(o)), applied_keyset(t.key_set(), keys));
   hash = mix(hash, static_cast<uint64_t>(t.scalar_type()) << 9 | t.requires_grad() << 8 |
                        static_cast<uint8_t>(t.device().index()));
   for (int64_t size : t.sizes()) hash = mix(hash, size);

@@ -38,7 +38,7 @@ class Discriminator {
 public:
   /* The only specialization that can pass, or null: not known. */
   Specialization *find(PyObject *const *locals) const;
-  /* `passed` did; each of the others failed at that row. */
+  /* `passed` did; each of the others fails at that row (-1: not known to). */
   void learn(PyObject *const *locals, Specialization *passed,
              const std::vector<std::pair<Specialization *, int>> &others);
   bool is_learning() const { return failures_ < 64; }

@@ -197,6 +197,12 @@ bool pointers_distinct(const std::vector<int32_t> &members, PyObject *const *r) 
   return true;
 }
 
+PyObject *current_default_device() {
+  PyObject *device = PyDict_GetItemWithError(device_dict_, current_device_name_);
+  if (device == nullptr) PyErr_Clear();
+  return device;
+}
+
 namespace {
 
 bool registers_distinct(const Row &row, PyObject *const *r) {
@@ -208,11 +214,8 @@ bool default_device_is(PyObject *expected) {
   static uint64_t version = 0;
   static PyObject *found = nullptr; /* while the dict has that version; compared only */
   if (dict_versions_reliable && dict_version(device_dict_) == version && found == expected) return true;
-  PyObject *device = PyDict_GetItemWithError(device_dict_, current_device_name_);
-  if (device == nullptr) {
-    PyErr_Clear();
-    return false;
-  }
+  PyObject *device = current_default_device();
+  if (device == nullptr) return false;
   version = dict_version(device_dict_);
   found = device;
   return device == expected || compare_equal(device, expected);
@@ -371,12 +374,14 @@ std::vector<int32_t> registers_used(const Row &row) {
   return used;
 }
 
-bool shapes_hold_plainly(const Row &row, PyObject *const *registers) {
-  try {
-    return shapes_hold(*static_cast<ShapeProgram *>(row.payload), registers) == Verdict::yes;
-  } catch (...) { /* of torch: a symbolic size */
-    return false;
+bool make_plain(Row *row) {
+  switch (row->op) {
+  case Op::getattr: case Op::generic_getattr: row->flags &= ~kOwned; break;
+  case Op::check_length: case Op::check_no_attr: case Op::check_shapes: break;
+  default: return false;
   }
+  row->flags |= kPlain;
+  return true;
 }
 
 const char *const *guard_op_names() { return kOpNames; }
@@ -389,12 +394,6 @@ void set_guard_modules(PyObject *device_dict, PyObject *forward_ad, bool knows_g
     current_device_name_ = PyUnicode_InternFromString("CURRENT_DEVICE");
     current_level_name_ = PyUnicode_InternFromString("_current_level");
   }
-}
-
-PyObject *current_default_device() {
-  PyObject *device = PyDict_GetItemWithError(device_dict_, current_device_name_);
-  if (device == nullptr) PyErr_Clear();
-  return device;
 }
 
 GuardProgram::GuardProgram(int n_registers, PyObject *framelocals)
@@ -568,6 +567,7 @@ struct GuardProgram::Run {
   PyObject *const *locals;
   PyObject **registers;
   bool disables_torch_function; /* for the rows that may call Python */
+  at::impl::TorchFunctionDisabledState torch_function = at::impl::TorchFunctionDisabledState::ENABLED;
   int failed = -1;
   c10::SmallVector<PyObject *, 16> owned{};
   ~Run() {
@@ -582,11 +582,10 @@ bool GuardProgram::run(PyObject *const *locals, int *failed, Fetched *fetched, P
     memos_.hit();
     return true;
   }
-  return run_all(locals, failed, fetched, memo, looked_at);
+  return run_all(locals, failed, fetched, looked_at);
 }
 
-bool GuardProgram::run_all(PyObject *const *locals, int *failed, Fetched *fetched, Memo *memo,
-                           PyObject **looked_at) {
+bool GuardProgram::run_all(PyObject *const *locals, int *failed, Fetched *fetched, PyObject **looked_at) {
   full_runs_++;
   PyObject **registers;
   std::vector<PyObject *> heap;
@@ -607,7 +606,7 @@ bool GuardProgram::run_all(PyObject *const *locals, int *failed, Fetched *fetche
     }
     if (passed && fetched != nullptr)
       for (int r : fetched_) fetched->add(registers[r]);
-    if (passed && uses_memos_) memos_.note(*this, locals, registers, memo);
+    if (passed && uses_memos_) memos_.note(*this, locals, registers);
   }
   if (!passed && PyErr_Occurred()) PyErr_Clear();
   return passed;
@@ -619,12 +618,7 @@ bool GuardProgram::run_memo(Memo *memo, PyObject *const *locals, Fetched *fetche
   {
     Run run{locals, registers, memo->calls_python && disables_torch_function_};
     memo->busy = true;
-    try {
-      passed = execute(memo->first.data(), memo->first.size(), &run) &&
-               memos_.look(memo, *this, locals);
-    } catch (...) { /* a C++ exception out of torch */
-      passed = false;
-    }
+    passed = execute(memo->first.data(), memo->first.size(), &run) && memos_.look(memo, *this, locals);
     if (passed && memo->calls_python)
       for (int r : memo->taken) run.owned.push_back(Py_NewRef(registers[r]));
     passed = passed && execute(memo->rest.data(), memo->rest.size(), &run);
@@ -637,6 +631,23 @@ bool GuardProgram::run_memo(Memo *memo, PyObject *const *locals, Fetched *fetche
   return passed;
 }
 
+int GuardProgram::failing_row(PyObject *const *locals) {
+  if (!sealed_) seal();
+  std::vector<PyObject *> r(n_registers_); /* null: not known */
+  auto is_known = [&](int32_t i) { return r[i] != nullptr; };
+  for (size_t i = 0; i < rows_.size(); i++) {
+    Row row = rows_[i];
+    const bool is_plain = make_plain(&row);
+    if (!is_plain && may_call_python(row)) continue;
+    const std::vector<int32_t> used = registers_used(row);
+    if (!std::all_of(used.begin(), used.end(), is_known)) continue;
+    const bool passed = run_row(row, locals, r.data());
+    if (!passed && !is_plain) return static_cast<int>(i);
+    if (row.dst >= 0 && (row.flags & kOwned) && row.op != Op::generic_dict) r[row.dst] = nullptr; /* it is gone */
+  }
+  return -1;
+}
+
 bool GuardProgram::run_row(const Row &row, PyObject *const *locals, PyObject **registers) const {
   Run run{locals, registers, false};
   const bool passed = execute(&row, 1, &run);
@@ -647,19 +658,18 @@ bool GuardProgram::run_row(const Row &row, PyObject *const *locals, PyObject **r
 /* A C++ exception out of torch, which Dynamo would raise, fails the guards: stock decides. */
 bool GuardProgram::execute(const Row *rows, size_t n, Run *run) const {
   using TLS = at::impl::PythonTorchFunctionTLS;
-  const auto torch_function_state = run->disables_torch_function ? TLS::get_disabled_state() : at::impl::TorchFunctionDisabledState::ENABLED;
+  if (run->disables_torch_function) run->torch_function = TLS::get_disabled_state();
   bool passed;
   try {
-    passed = execute_rows(rows, static_cast<int>(n), run, torch_function_state);
+    passed = execute_rows(rows, static_cast<int>(n), run);
   } catch (...) {
     passed = false;
   }
-  if (run->disables_torch_function) TLS::set_disabled_state(torch_function_state);
+  if (run->disables_torch_function) TLS::set_disabled_state(run->torch_function);
   return passed;
 }
 
-bool GuardProgram::execute_rows(const Row *rows, int n, Run *run,
-                                at::impl::TorchFunctionDisabledState torch_function_state) const {
+bool GuardProgram::execute_rows(const Row *rows, int n, Run *run) const {
   using TLS = at::impl::PythonTorchFunctionTLS;
   PyObject *const *locals = run->locals;
   PyObject **r = run->registers;
@@ -675,7 +685,7 @@ bool GuardProgram::execute_rows(const Row *rows, int n, Run *run,
       torch_function_disabled = !torch_function_disabled;
       TLS::set_disabled_state(torch_function_disabled
                                   ? at::impl::TorchFunctionDisabledState::ALL_DISABLED
-                                  : torch_function_state);
+                                  : run->torch_function);
     }
     switch (row.op) {
     /* fetches: a null result fails the guards */

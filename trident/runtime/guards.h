@@ -12,7 +12,6 @@
 #include "cpython_frame.h"
 #include "memo.h"
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
@@ -73,7 +72,8 @@ bool attributes_are_absent_plainly(const Row &row, PyObject *o);
  * has a say; else null. */
 PyObject *plain_attribute(PyObject *o, PyObject *name);
 std::vector<int32_t> registers_used(const Row &row);
-bool shapes_hold_plainly(const Row &row, PyObject *const *registers); /* of a check_shapes row, without Python */
+/* Makes a row that may call Python one that fails instead, if there is such a form. */
+bool make_plain(Row *row);
 /* Where a tensor's metadata is, and whether it requires a gradient. */
 void find_near(PyObject *tensor, const CacheLine *near[2]);
 bool pointers_distinct(const std::vector<int32_t> &members, PyObject *const *registers);
@@ -114,6 +114,8 @@ public:
    * On failure `*failed` is the row that failed, and `*looked_at` (unless it is null) a new reference to
    * what the row looked at, or null. `fetched` (or null) gets the registers to hand over. */
   bool run(PyObject *const *locals, int *failed, Fetched *fetched, PyObject **looked_at = nullptr);
+  /* The first row that fails, of those that can be run without Python; -1: none does. */
+  int failing_row(PyObject *const *locals);
   /* One row, which owns nothing and calls no Python. */
   bool run_row(const Row &row, PyObject *const *locals, PyObject **registers) const;
 
@@ -134,9 +136,9 @@ private:
   void seal();
   struct Run; /* one run's state */
   bool execute(const Row *rows, size_t n, Run *run) const;
-  bool execute_rows(const Row *rows, int n, Run *run, at::impl::TorchFunctionDisabledState state) const;
+  bool execute_rows(const Row *rows, int n, Run *run) const;
   bool run_memo(Memo *memo, PyObject *const *locals, Fetched *fetched);
-  bool run_all(PyObject *const *locals, int *failed, Fetched *fetched, Memo *memo, PyObject **looked_at);
+  bool run_all(PyObject *const *locals, int *failed, Fetched *fetched, PyObject **looked_at);
   std::vector<Row> rows_;
   std::vector<std::unique_ptr<TensorSpec>> specs_;
   std::vector<int> fetched_;

@@ -39,7 +39,7 @@ public:
     const int n = static_cast<int>(program_.size());
     int i = 0, covered = 0;
     memo_->covered.resize(n);
-    for (; i < n && program_.row(i).dst < 0 && program_.row(i).src < 0 && !is_relation(program_.row(i)); i++)
+    for (; i < n && program_.row(i).dst < 0 && registers_used(program_.row(i)).empty(); i++)
       memo_->first.push_back(program_.row(i));
     memo_->registers.assign(r_, r_ + program_.n_registers());
     for (; i < n; i++) {
@@ -64,25 +64,28 @@ public:
   }
 
 private:
-  static bool is_relation(const Row &row) { return row.src < 0 && !registers_used(row).empty(); }
-
-  bool may_cover(const Row &row) const { return row.dst < 0 || changed_.empty() || !changed_[row.dst]; }
+  bool may_cover(const Row &row) const { return row.dst < 0 || !changed_[row.dst]; }
 
   /* Python that a later row called may have changed what this row found. */
   bool holds_now(const Row &row) {
     switch (row.op) {
     case Op::dict_item: case Op::check_dict_contains:
-      if (!PyUnicode_CheckExact(row.object)) return false;
+      if (may_call_python(row)) return false;
       break;
-    case Op::dict_key: case Op::dict_value: case Op::list_item: case Op::type: case Op::generic_dict:
-    case Op::type_dict: case Op::check_type: case Op::check_dict: case Op::check_dict_length:
+    case Op::dict_key: case Op::dict_value: case Op::list_item: case Op::type: case Op::check_type:
+    case Op::check_dict: case Op::check_dict_length:
       break;
     default: return true; /* it cannot change, or is looked at when it is covered, or is run each time */
     }
+    return finds_the_same(row);
+  }
+
+  /* A row that calls no Python: does it pass now, or fetch what it fetched? */
+  bool finds_the_same(const Row &row) {
     PyObject **registers = memo_->registers.data();
-    const bool holds = program_.run_row(row, nullptr, registers);
-    if (row.dst < 0) return holds;
-    const bool same = holds && registers[row.dst] == r_[row.dst];
+    const bool passed = program_.run_row(row, nullptr, registers);
+    if (row.dst < 0) return passed;
+    const bool same = passed && registers[row.dst] == r_[row.dst];
     registers[row.dst] = r_[row.dst];
     return same;
   }
@@ -120,18 +123,12 @@ private:
   /* Will the row, for a value like the recorded one, run without Python? May make it stricter. */
   bool runs_no_python(Row *row) {
     if (!may_call_python(*row) && row->op != Op::check_shapes) return true;
-    PyObject *v = row->src >= 0 ? r_[row->src] : nullptr;
-    const bool has_plain_length = v != nullptr && (PyList_CheckExact(v) || PyTuple_CheckExact(v));
-    const bool plain = (row->op == Op::check_length && has_plain_length) ||
-                       (row->op == Op::check_no_attr && attributes_are_absent_plainly(*row, v)) ||
-                       (row->op == Op::check_shapes && shapes_hold_plainly(*row, r_)) ||
-                       (is_attribute(*row) && plain_attribute(v, row->object) == r_[row->dst]);
-    if (plain) row->flags |= kPlain;
-    if (plain && is_attribute(*row)) row->flags &= ~kOwned;
-    return plain;
+    Row plain = *row;
+    if (!make_plain(&plain) || !finds_the_same(plain)) return false;
+    *row = plain;
+    return true;
   }
 
-  static bool is_attribute(const Row &row) { return row.op == Op::getattr || row.op == Op::generic_getattr; }
   bool known(int r) const { return known_[r] != Known::live; }
   bool fixed(int r) const { return known_[r] == Known::fixed; }
 
@@ -141,9 +138,8 @@ private:
     from_[r] = rows;
   }
 
-  Fact &new_fact(int fetched = -1) {
+  Fact &new_fact() {
     memo_->facts.emplace_back();
-    memo_->facts.back().fetched = fetched;
     return memo_->facts.back();
   }
 
@@ -175,12 +171,11 @@ private:
   }
 
   /* The dict in the slot of the object, which is as it is now. */
-  bool open(PyObject *o, PyObject **slot, PyObject *dict, int fetched) {
+  bool open(PyObject *o, PyObject **slot, PyObject *dict) {
     if (slot == nullptr || *slot != dict || dict == nullptr || !dict_has_string_keys(dict)) return false;
     Fact *fact = &type_of(o);
     if (fact->slot != nullptr) fact = &new_fact();
     fact->slot = slot;
-    fact->fetched = fetched;
     unchanged(dict, fact);
     return true;
   }
@@ -206,11 +201,11 @@ private:
     if (v == nullptr || !known(row.src)) return false;
     switch (row.op) {
     case Op::generic_dict:
-      if (!open(v, instance_dict_slot(v), r_[row.dst], row.dst)) return false;
+      if (!open(v, instance_dict_slot(v), r_[row.dst])) return false;
       know(row.dst, Known::fixed);
       return true;
     case Op::type_dict:
-      if (!PyType_Check(v) || !open(v, &((PyTypeObject *)v)->tp_dict, r_[row.dst], row.dst)) return false;
+      if (!PyType_Check(v) || !open(v, &((PyTypeObject *)v)->tp_dict, r_[row.dst])) return false;
       know(row.dst, Known::fixed);
       return true;
     case Op::type:
@@ -261,8 +256,7 @@ private:
   }
 
   bool cover_entry(const Row &row, PyObject *dict) {
-    if (!PyDict_Check(dict) || (row.op == Op::dict_item && !PyUnicode_CheckExact(row.object))) return false;
-    const int rows = entries(dict);
+    const int rows = PyDict_Check(dict) ? entries(dict) : -1;
     if (rows < 0) return false;
     know(row.dst, Known::fixed, rows);
     return again(rows);
@@ -270,7 +264,8 @@ private:
 
   bool cover_list_item(const Row &row, PyObject *list) {
     if (!program_.is_opened(row.dst) || !PyList_Check(list) || row.a < 0 || row.a > INT32_MAX) return false;
-    Fact &fact = new_fact(row.dst);
+    Fact &fact = new_fact();
+    fact.fetched = row.dst;
     fact.object = list;
     fact.type = Py_TYPE(list);
     fact.version = kItem;
@@ -280,13 +275,11 @@ private:
     return true;
   }
 
-  /* Of a module that has it in its dict, where the type `module` has no such attribute. */
+  /* The type of modules never gets an attribute of that name, others may. */
   bool cover_module_attribute(const Row &row, PyObject *module) {
-    if (!PyModule_CheckExact(module) || !PyUnicode_CheckExact(row.object)) return false;
-    if (_PyType_Lookup(&PyModule_Type, row.object) != nullptr) return false;
-    PyObject *dict = PyModule_GetDict(module), **slot = instance_dict_slot(module);
-    if (!dict_has_string_keys(dict) || PyDict_GetItemWithError(dict, row.object) != r_[row.dst]) return false;
-    if (!open(module, slot, dict, -1)) return false;
+    if (!PyModule_CheckExact(module) || plain_attribute(module, row.object) != r_[row.dst]) return false;
+    PyObject *dict = PyModule_GetDict(module);
+    if (!open(module, instance_dict_slot(module), dict)) return false;
     memo_->dict_rows[entries(dict)].complete = false; /* this row is about the module */
     know(row.dst, Known::fixed);
     return true;
@@ -300,9 +293,7 @@ private:
   }
 
   bool cover_dict(const Row &row, PyObject *dict) {
-    if (!PyDict_Check(dict) || (row.op == Op::check_dict_contains && !PyUnicode_CheckExact(row.object)))
-      return false;
-    const int rows = entries(dict);
+    const int rows = PyDict_Check(dict) ? entries(dict) : -1;
     if (rows < 0) return false;
     if (row.op == Op::check_dict) type_of(dict);
     return again(rows);
@@ -455,14 +446,22 @@ bool Memos::may_record() {
   return !useless_;
 }
 
-void Memos::note(const GuardProgram &program, PyObject *const *locals, PyObject *const *registers, Memo *memo) {
+bool Memos::look(Memo *memo, const GuardProgram &program, PyObject *const *locals) {
+  try {
+    return memo->facts_hold(program, locals, &changed_);
+  } catch (...) {
+    return false;
+  }
+}
+
+void Memos::note(const GuardProgram &program, PyObject *const *locals, PyObject *const *registers) {
   if (changed_.empty()) {
     changed_.resize(program.n_registers());
     loose_.resize(program.n_locals());
     last_.resize(program.n_locals());
     changes_.resize(program.n_locals());
   }
-  if ((memo != nullptr && memo->busy) || !may_record()) return;
+  if (!may_record()) return;
   std::unique_ptr<Memo> made = Recorder(program, registers, loose_, changed_).record();
   records_++;
   if (made == nullptr) {

@@ -39,7 +39,7 @@ struct Fact {
   PyObject *target = nullptr;
   uint64_t version = 0; /* of the dict `target`; kItem: `target` is item `rows` of the list `object` */
   int rows = -1;        /* where it has changed, what to look at again: an index into Memo::dict_rows */
-  int fetched = -1;     /* the register that the fact is about */
+  int fetched = -1;     /* kItem: the register of the item */
 };
 constexpr uint64_t kItem = ~uint64_t{0};
 
@@ -96,13 +96,12 @@ private:
 class Memos {
 public:
   Memo *find(PyObject *const *locals) const;
-  bool look(Memo *memo, const GuardProgram &program, PyObject *const *locals) {
-    return memo->facts_hold(program, locals, &changed_);
-  }
+  /* Do its facts hold? No, where a C++ exception comes out of torch. */
+  bool look(Memo *memo, const GuardProgram &program, PyObject *const *locals);
   void hit() { hits_++, all_hits_++; }
   uint64_t hits() const { return all_hits_; }
-  /* After a full run that passed. `memo`: what find gave, which did not hold. */
-  void note(const GuardProgram &program, PyObject *const *locals, PyObject *const *registers, Memo *memo);
+  /* After a full run that passed. */
+  void note(const GuardProgram &program, PyObject *const *locals, PyObject *const *registers);
   size_t size() const { return memos_.size(); }
   size_t bytes() const;
   const Memo *recent() const { return recent_; } /* the one used last, or null */

@@ -173,21 +173,18 @@ void move_to_front(SpecializationList *list, Specialization *s) {
   if (found != list->items.end()) std::rotate(list->items.begin(), found, found + 1);
 }
 
-/* Tells the discriminator how all others failed. */
-void learn(Scm *scm, SpecializationList *list, const Call &call, Specialization *passed) {
+/* Tells the discriminator where all others fail, without running more Python than Dynamo would. */
+void learn(Scm *scm, const SpecializationList *list, const Call &call, Specialization *passed) {
+  if (scm->list != list) return; /* replaced meanwhile */
   std::vector<std::pair<Specialization *, int>> others;
-  for (Specialization *s : list->items) {
-    if (s == passed || !s->alive || s->guards == nullptr) continue;
-    int failed = -1;
-    if (s->guards->run(call.locals, &failed, nullptr)) failed = -1; /* not the only one */
-    others.emplace_back(s, failed);
-  }
-  if (scm->list == list) scm->discriminator.learn(call.locals, passed, others);
+  for (Specialization *s : list->items)
+    if (s != passed && s->alive && s->guards != nullptr) others.emplace_back(s, s->guards->failing_row(call.locals));
+  scm->discriminator.learn(call.locals, passed, others);
 }
 
 constexpr size_t kFew = 2; /* are tried one after the other */
 
-Specialization *select(Scm *scm, SpecializationList *list, const Call &call) {
+Specialization *select(Scm *scm, const SpecializationList *list, const Call &call) {
   const bool many = list->items.size() > kFew;
   if (many) {
     Specialization *only = scm->discriminator.find(call.locals);
@@ -196,13 +193,7 @@ Specialization *select(Scm *scm, SpecializationList *list, const Call &call) {
   for (size_t i = 0; i < list->items.size(); i++) {
     Specialization *s = list->items[i];
     if (!is_eligible(s, call) || !fits(s, call)) continue;
-    if (many && scm->discriminator.is_learning()) {
-      s->references++;
-      learn(scm, list, call, s);
-      const bool alive = s->alive;
-      specialization_unref(s);
-      if (!alive) continue;
-    }
+    if (many && scm->discriminator.is_learning()) learn(scm, list, call, s);
     return s;
   }
   return nullptr;

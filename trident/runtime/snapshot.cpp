@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
