@@ -91,6 +91,26 @@ def interleave(
     return Comparison({name: Timing.of(samples[name], calls[name]) for name in named}, samples)
 
 
+def compare_checks(
+    dynamo_check: Callable[[Any], bool],
+    given: Mapping[str, Any],
+    native_check: Callable[[Any], bool],
+    values: tuple[Any, ...],
+    **options: Any,
+) -> Comparison:
+    """Times Dynamo's check of the locals `given` and ours of the same ones, `values`, in turns, each
+    called from Python; both must pass."""
+    assert dynamo_check(given)
+    assert native_check(values)
+    return interleave(
+        {
+            "stock": Variant("check(values)", {"check": dynamo_check, "values": given}),
+            "Trident": Variant("check(values)", {"check": native_check, "values": values}),
+        },
+        **options,
+    )
+
+
 def _turn(variant: Variant, calls: int, warmup_calls: int) -> float:
     with variant.context():
         variant.timer.timeit(warmup_calls)  # caches and doors are this variant's again

@@ -53,8 +53,12 @@ def decoder() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         module.build()
     (entry,) = module.entries
     assert entry.native is not None, entry.reason
-    values = tuple(given.get(name, NotImplemented) for name in entry.native.framelocals)
-    return entry, values, given
+    return entry, locals_of(entry, given), given
+
+
+def locals_of(entry: Any, given: dict[str, Any]) -> tuple[Any, ...]:
+    """The frame's locals, by name, as its native guards take them."""
+    return tuple(given.get(name, NotImplemented) for name in entry.native.framelocals)
 
 
 SUBJECTS = {"two_tensors": two_tensors, "decoder": decoder}

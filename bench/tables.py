@@ -67,20 +67,26 @@ PROGRAMS = {
 }
 
 
+def table(title: str, columns: str, rows: list[list[str]]) -> list[str]:
+    """A Markdown table, nothing without rows; `columns` are separated by bars."""
+    head = f"| {columns} |"
+    rule = "|" + "---|" * (columns.count("|") + 1)
+    lines = [title, "", head, rule, *(f"| {' | '.join(row)} |" for row in rows)]
+    return lines if rows else []
+
+
 def program_table(results: dict[str, Result]) -> list[str]:
-    lines = [
-        '`backend="trident"`: the graph itself runs natively.',
-        "",
-        "| a call | eager | stock, backend eager | Trident | eager / Trident | stock / Trident |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name, label in PROGRAMS.items():
         for device, text in (("cpu", label), ("cuda", "the same, on a GPU")):
             if (result := results.get(f"{name}[{device}]")) is not None:
                 cells = [timing(variant)(result) for variant in ("eager", "stock", "Trident")]
-                cells += [ratio(result, "eager_"), ratio(result)]
-                lines.append(f"| {text} | {' | '.join(cells)} |")
-    return lines if len(lines) > 4 else []
+                rows.append([text, *cells, ratio(result, "eager_"), ratio(result)])
+    return table(
+        '`backend="trident"`: the graph itself runs natively.',
+        "a call | eager | stock, backend eager | Trident | eager / Trident | stock / Trident",
+        rows,
+    )
 
 
 CHAINED = {
@@ -93,23 +99,22 @@ CHAINED = {
 
 
 def chain_table(results: dict[str, Result]) -> list[str]:
-    lines = [
-        "One operator of a chain of 100, on 16 floats; a loop in C++ makes the same calls.",
-        "",
-        "| an operator of | eager | stock | Trident | C++ | eager / Trident | Trident / C++ |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    n_head = len(lines)
+    rows = []
     for name, label in CHAINED.items():
         if (result := results.get(f"host_operators[{name}]")) is not None:
-            f = result["figures"]
             cells = [
-                nanoseconds(result["timings"][variant]["median_ns"] / f["operators"])
+                nanoseconds(
+                    result["timings"][variant]["median_ns"] / result["figures"]["operators"]
+                )
                 for variant in ("eager", "stock", "Trident", "C++")
             ]
-            cells += [ratio(result, "eager_"), ratio(result, "loop_").replace("≥", "≤")]
-            lines.append(f"| {label} | {' | '.join(cells)} |")
-    return lines if len(lines) > n_head else []
+            loop = ratio(result, "loop_").replace("≥", "≤")
+            rows.append([label, *cells, ratio(result, "eager_"), loop])
+    return table(
+        "One operator of a chain of 100, on 16 floats; a loop in C++ makes the same calls.",
+        "an operator of | eager | stock | Trident | C++ | eager / Trident | Trident / C++",
+        rows,
+    )
 
 
 def guard_lines(results: dict[str, Result]) -> list[str]:

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decoder import Config, Decoder, make_cache, make_prompt
 from torch import Tensor, nn
 
 import trident
-from bench import programs
-from bench.compare import Variant, interleave
+from bench import instructions, programs
+from bench.compare import Variant, compare_checks, interleave
 from trident import _frame
-from trident.capture import dynamo
 from trident.control import runtime
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,41 +112,21 @@ def test_small_graph(benchmark: Any, record: Record) -> None:
 
 def test_decoder_guards(benchmark: Any, record: Record) -> None:
     """The guards of a 28-layer decoder alone, checked by Dynamo's C++ tree and by ours."""
-    config = Config(layers=28, dim=32, heads=2, kv_heads=1, hidden=32, vocabulary=64, length=64)
-    model = Decoder(config).eval()
-    tokens, cache = make_prompt(config, "cpu"), make_cache(config, "cpu")
-    positions = torch.arange(tokens.shape[1])
-    with torch.no_grad(), trident.enable():
-        torch.compile(model, backend="eager")(tokens, positions, cache)
-        code = Decoder.forward.__code__
-        (entry,) = entries_of(code)
-        assert entry.native is not None, entry.reason
-        given = {"self": model, "tokens": tokens, "positions": positions, "cache": cache}
-        values = tuple(given.get(name, NotImplemented) for name in dynamo.framelocals(code))
-        dynamo_check = entry.spec.guard_manager.root.check
-        other = {**given, "tokens": tokens.int()}
-        assert entry.native.check(values)
-        assert dynamo_check(given)
-        assert not dynamo_check(other)
-        wrong = tuple(other.get(name, NotImplemented) for name in dynamo.framelocals(code))
-        assert not entry.native.check(wrong)
+    entry, values, given = instructions.decoder()
+    wrong = {**given, "tokens": given["tokens"].int()}
+    dynamo_check = entry.spec.guard_manager.root.check
+    with torch.no_grad():
+        assert not dynamo_check(wrong)
+        assert not entry.native.check(instructions.locals_of(entry, wrong))
         benchmark(entry.native.check, values)
-        comparison = interleave(
-            {
-                "stock": Variant("check(values)", {"check": dynamo_check, "values": given}),
-                "Trident": Variant(
-                    "check(values)", {"check": entry.native.check, "values": values}
-                ),
-            },
-            round_s=0.02,
-        )
+        comparison = compare_checks(dynamo_check, given, entry.native.check, values, round_s=0.02)
     record(
         comparison,
         ratio=comparison.ratio("stock", "Trident"),
         target=20,
         checks=sum(n for op, n in entry.built.counts.items() if op.startswith("check")),
         rows=sum(entry.built.counts.values()),
-        build_ms=runtime.module_of(code).build_s * 1e3,
+        build_ms=entry.built.build_s * 1e3,
     )
 
 
@@ -164,22 +142,12 @@ def test_shape_guards(benchmark: Any, record: Record) -> None:
         (entry,) = entries_of(function.__code__)
         assert entry.native is not None, entry.reason
         assert "check_shapes" in entry.built.counts
-        values, given = (x, y), {"x": x, "y": y}
         dynamo_check = entry.spec.guard_manager.root.check
-        assert entry.native.check(values)
-        assert dynamo_check(given)
         wrong = torch.ones(3, 2)
         assert not entry.native.check((x, wrong))
         assert not dynamo_check({"x": x, "y": wrong})
-        benchmark(entry.native.check, values)
-        comparison = interleave(
-            {
-                "stock": Variant("check(values)", {"check": dynamo_check, "values": given}),
-                "Trident": Variant(
-                    "check(values)", {"check": entry.native.check, "values": values}
-                ),
-            }
-        )
+        benchmark(entry.native.check, (x, y))
+        comparison = compare_checks(dynamo_check, {"x": x, "y": y}, entry.native.check, (x, y))
     record(comparison, ratio=comparison.ratio("stock", "Trident"))
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import trident
-from bench.compare import Comparison, Variant, interleave
+from bench.compare import Comparison, Variant, compare_checks, interleave
+from bench.instructions import locals_of
 from trident import _frame
 from trident.control import runtime
 from trident.scm import Entry
@@ -73,15 +74,9 @@ def test_two_tensors(benchmark: Any, record: Record) -> None:
     x, y = torch.randn(16), torch.randn(16)
     entry = entry_of(add, x, y)
     assert entry.native is not None
-    dynamo_check = entry.spec.guard_manager.root.check
-    given = {"x": x, "y": y}
-    assert dynamo_check(given)
     benchmark(entry.native.check, (x, y))
-    comparison = interleave(
-        {
-            "stock": Variant("check(values)", {"check": dynamo_check, "values": given}),
-            "Trident": Variant("check(values)", {"check": entry.native.check, "values": (x, y)}),
-        }
+    comparison = compare_checks(
+        entry.spec.guard_manager.root.check, {"x": x, "y": y}, entry.native.check, (x, y)
     )
     whole = natively(entry.native, (x, y))
     rest = natively(without(entry, "check_global_state"), (x, y))
@@ -205,8 +200,9 @@ def test_guard_build(benchmark: Any, record: Record) -> None:
     assert entry.native is not None
     assert entry.built is not None
     leaves = sum(1 for _ in entry.spec.tree.leaves())
+    values = locals_of(entry, {"x": x, "model": model})
     for _ in range(3):
-        assert entry.native.check(values_of(entry, x, model))
+        assert entry.native.check(values)
     memos, memo_bytes = entry.native.memos
     gc.collect()
     tracemalloc.start()
@@ -215,7 +211,7 @@ def test_guard_build(benchmark: Any, record: Record) -> None:
     python_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert again.built is not None
-    benchmark(entry.native.check, values_of(entry, x, model))
+    benchmark(entry.native.check, values)
     record(
         leaves=leaves,
         rows=entry.native.size,
@@ -224,13 +220,6 @@ def test_guard_build(benchmark: Any, record: Record) -> None:
         memo_bytes=memo_bytes // max(1, memos),
         python_bytes=python_bytes,
     )
-
-
-def values_of(entry: Entry, x: Tensor, model: nn.Module) -> tuple[Any, ...]:
-    """The frame's locals, as its guards take them."""
-    assert entry.native is not None
-    given = {"x": x, "model": model}
-    return tuple(given.get(name, NotImplemented) for name in entry.native.framelocals)
 
 
 def test_instructions(benchmark: Any, record: Record) -> None:

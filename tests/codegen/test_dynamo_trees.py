@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-import trident
 from trident import capture
 from trident.capture.tree import Specialization
 from trident.codegen.pipeline import build
@@ -34,15 +33,11 @@ class Model(torch.nn.Module):
 
 
 @pytest.fixture
-def compiled() -> Iterator[tuple[Model, Specialization]]:
-    torch._dynamo.reset()
-    with trident.enable():
-        pass  # hands the runtime what guards on the surroundings read
+def compiled(fresh_dynamo: None) -> tuple[Model, Specialization]:
     model = Model()
     torch.compile(model, backend="eager")(torch.ones(2, 4), {"y": torch.ones(4)})
     [specialization] = capture.specializations_of(Model.forward.__code__)
-    yield model, specialization
-    torch._dynamo.reset()
+    return model, specialization
 
 
 def IN_PLACE(model: Any, values: Any) -> None:

@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch._dynamo import guards, mark_dynamic
 
-import trident
 from tests.codegen.golden import check_golden
 from tests.codegen.trees import NAMES, imported, leaf, tree
 from trident import capture
@@ -26,15 +25,7 @@ from trident.codegen.lower_guards import GuardTable, lower_guards
 from trident.codegen.pipeline import build
 
 _frame = pytest.importorskip("trident._frame")
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    with trident.enable():
-        pass  # hands the runtime what guards on the surroundings read
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def written(*conditions: str) -> tuple[Any, str]:

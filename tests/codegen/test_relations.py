@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-import trident
 from tests.codegen.trees import imported, leaf, local, node, tree
 from trident import capture
 from trident.capture import dynamo
@@ -19,15 +17,7 @@ from trident.codegen.lower_guards import Row, lower_guards
 from trident.codegen.pipeline import build
 
 _frame = pytest.importorskip("trident._frame")
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    with trident.enable():
-        pass  # hands the runtime what guards on the surroundings read
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def compiled(function: Any, *args: Any, **options: Any) -> Specialization:
