@@ -98,7 +98,7 @@ def compare_checks(
     values: tuple[Any, ...],
     **options: Any,
 ) -> Comparison:
-    """Times Dynamo's check of the locals `given` and ours of the same ones, `values`, in turns, each
+    """Times Dynamo's check of the locals `given` and ours of the same, `values`, in turns, each
     called from Python; both must pass."""
     assert dynamo_check(given)
     assert native_check(values)
