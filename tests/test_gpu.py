@@ -101,7 +101,26 @@ def test_two_streams(enabled: None) -> None:
         assert_same(result, expected)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU only")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU only")
+
+
+def across(x: Any, w: Any) -> Any:
+    y = (x @ w).relu()
+    z = y.to("cuda:1") * 2
+    return y + 1, z.sum(0), (z @ z.t()).to("cuda:0")
+
+
+@two_gpus
+def test_several_devices_in_one_graph(enabled: None) -> None:
+    inputs = make()
+    f = native(across, *inputs)
+    before = frame_stats("across").hits
+    assert_same(f(*inputs), across(*inputs))
+    assert frame_stats("across").hits == before + 1
+    assert torch.cuda.current_device() == 0
+
+
+@two_gpus
 def test_tensors_of_another_device(enabled: None) -> None:
     inputs = [x.to("cuda:1") for x in make()]
     f = native(block, *inputs)
