@@ -107,7 +107,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is on
 def across(x: Any, w: Any) -> Any:
     y = (x @ w).relu()
     z = y.to("cuda:1") * 2
-    return y + 1, z.sum(0), (z @ z.t()).to("cuda:0")
+    return y + 1, z.sum(0), (z @ z.transpose(1, 2)).to("cuda:0")
 
 
 @two_gpus
