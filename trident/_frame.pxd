@@ -56,22 +56,37 @@ cdef extern from "runtime/guards.h" namespace "trident":
 cdef extern from "runtime/program.h" namespace "trident":
     cdef cppclass IntegerRow:
         pass
+    cdef enum class ProgramOutput:
+        tensor
+        integer
+        none
     cdef cppclass HostProgram:
         HostProgram()
         int n_inputs
         int n_slots
         vector[IntegerRow] integers
         vector[pair[int, int]] numbers
-        vector[pair[cbool, int]] outputs
+        vector[pair[ProgramOutput, int]] outputs
         vector[vector[int]] lists
         int cudnn
+        cbool without_grad
+        cbool without_autocast
+        vector[int] mutated
+        PyObject *epilogue
+        vector[int] epilogue_inputs
+        int n_results
         PyObject *globals
         PyObject *globals_file
     int program_add_call(HostProgram *program, const char *name, const char *overload,
                          PyObject *arguments, PyObject *results)
     cbool program_add_integer(HostProgram *program, const char *op, int64_t a, int64_t b)
     cbool program_add_constant(HostProgram *program, int slot, PyObject *value, PyObject *dtype)
-    void program_add_line(HostProgram *program, const char *file, const char *function, int line)
+    void program_add_line(HostProgram *program, const char *file, const char *function, int line,
+                          cbool is_kernel)
+    cbool program_add_layout(HostProgram *program, vector[int64_t] numbers, vector[pair[int, int]] computed,
+                             int dtype)
+    cbool program_add_check(HostProgram *program, int layout, int64_t alignment, PyObject *function,
+                            PyObject *name)
     void program_set_function(HostProgram *program, uintptr_t address)
     uintptr_t program_function_address(const char *name)
     void set_python_kernels(PyObject *kernels)

@@ -25,10 +25,24 @@ class NativeProgram:
     def add_call(
         self, name: str, overload: str, arguments: list[tuple[str, Any]], results: list[Any]
     ) -> int: ...
+    def add_layout(
+        self, numbers: list[int], computed: list[tuple[int, int]], dtype: int
+    ) -> None: ...
+    def add_check(
+        self, layout: int, alignment: int, function: Any, name: str | None
+    ) -> None: ...
+    def set_inference(
+        self,
+        without_autocast: bool,
+        mutated: list[int],
+        epilogue: Any,
+        epilogue_inputs: list[int],
+        n_results: int,
+    ) -> None: ...
     def finish(
         self,
         outputs: list[tuple[str, int]],
-        lines: list[tuple[str, str, int]],
+        lines: list[tuple[str, str, int, bool]],
         cudnn: bool | None = None,
     ) -> None: ...
     def set_function(self, address: int, code: Any) -> None: ...

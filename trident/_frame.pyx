@@ -49,6 +49,7 @@ cdef class NativeProgram:
     cdef readonly object code
     cdef object _globals
     cdef object _file
+    cdef list _kept
 
     def __cinit__(self, int n_inputs, int n_slots, dict globals_ not None, str file not None):
         if n_inputs < 0 or n_slots < n_inputs:
@@ -58,6 +59,7 @@ cdef class NativeProgram:
         self.native.n_slots = n_slots
         self._globals = globals_
         self._file = file
+        self._kept = []
         self.native.globals = <PyObject *>globals_
         self.native.globals_file = <PyObject *>file
 
@@ -105,18 +107,56 @@ cdef class NativeProgram:
             _propagate()
         return index
 
+    def add_layout(self, list numbers, list computed, int dtype) -> None:
+        """Appends a layout: sizes, as many strides, perhaps an offset; `computed`: (position, row) for
+        those that are integers of the program; `dtype`: its number, for a tensor that is allocated."""
+        if not program_add_layout(self.native, numbers, computed, dtype):
+            _propagate()
+
+    def add_check(self, int layout, int64_t alignment, function, name) -> None:
+        """Appends a check: of a layout, or (-1) that an address is a multiple of `alignment`. Where it
+        fails, `function` is called with the tensor, what it is to be, and `name` unless it is None."""
+        cdef PyObject *text = NULL
+        if name is not None:
+            text = <PyObject *>name
+        self._kept += [function, name]
+        if not program_add_check(self.native, layout, alignment, <PyObject *>function, text):
+            _propagate()
+
+    def set_inference(self, cbool without_autocast, list mutated, epilogue, list epilogue_inputs,
+                      int n_results) -> None:
+        """The graph is one that AOTAutograd compiled for inference: it runs with gradients off,
+        advances the versions of the inputs `mutated` first, and what it returns is what `epilogue`
+        (unless None), called with these inputs and the outputs, makes of them: `n_results` objects.
+        After `finish`."""
+        for position in (*mutated, *epilogue_inputs):
+            if not 0 <= position < self.native.n_inputs:
+                raise ValueError(f"input {position} of {self.native.n_inputs}")
+        self._kept.append(epilogue)
+        self.native.without_grad = True
+        self.native.without_autocast = without_autocast
+        self.native.mutated = mutated
+        if epilogue is not None:
+            self.native.epilogue_inputs = epilogue_inputs
+            self.native.epilogue = <PyObject *>epilogue
+            self.native.n_results = n_results
+
     def finish(self, list outputs, list lines, cudnn=None) -> None:
-        """Sets the outputs, ("tensor", slot) or ("integer", row), and, per step, (file, function,
-        line; 0 for none). `cudnn`: the program is for calls while torch.backends.cudnn.enabled is
-        this."""
+        """Sets the outputs, ("tensor", slot), ("integer", row) or ("none", 0), and, per step, (file,
+        function, line; 0 for none, is it a kernel of Inductor's). `cudnn`: the program is for calls
+        while torch.backends.cudnn.enabled is this."""
+        cdef ProgramOutput output
         self.native.cudnn = -1 if cudnn is None else int(cudnn)
         for kind, place in outputs:
             is_integer = kind == "integer"
             if not 0 <= place < (self.native.integers.size() if is_integer else self.native.n_slots):
                 raise ValueError(f"output {kind} {place}")
-            self.native.outputs.push_back(pair[cbool, int](is_integer, place))
-        for file, function, line in lines:
-            program_add_line(self.native, file.encode(), function.encode(), line)
+            output = (ProgramOutput.integer if is_integer
+                      else ProgramOutput.tensor if kind == "tensor" else ProgramOutput.none)
+            self.native.outputs.push_back(pair[ProgramOutput, int](output, place))
+        self.native.n_results = <int>self.native.outputs.size()
+        for file, function, line, is_kernel in lines:
+            program_add_line(self.native, file.encode(), function.encode(), line, is_kernel)
 
     def set_function(self, uintptr_t address, code) -> None:
         """The JIT'd function; `code` lives as long as this object."""
@@ -133,8 +173,8 @@ cdef class NativeGraph:
     cdef tuple _inputs, _outputs
 
     def __init__(self, NativeProgram program not None, tuple inputs not None, tuple outputs not None):
-        if len(outputs) != <Py_ssize_t>program.native.outputs.size():
-            raise ValueError(f"{len(outputs)} outputs of {program.native.outputs.size()}")
+        if len(outputs) != program.native.n_results:
+            raise ValueError(f"{len(outputs)} outputs of {program.native.n_results}")
         self._program, self._inputs, self._outputs = program, inputs, outputs
 
     def __call__(self, *inputs):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trident.capture import lifecycle, recorder
+from trident.capture import inductor, lifecycle, recorder
 
 
 def install() -> None:
@@ -14,10 +14,12 @@ def install() -> None:
     except BaseException:
         recorder.uninstall()
         raise
+    inductor.install()
 
 
 def uninstall() -> None:
     """Restores what :func:`install` replaced, and removes all specializations."""
+    inductor.uninstall()
     lifecycle.uninstall()
     recorder.uninstall()
 

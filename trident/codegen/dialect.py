@@ -219,6 +219,11 @@ def _define_operations() -> None:
     made = {"results": Sequence[ext.Result[TensorType]]}
     _define("operator", {**operands, "name": ir.StringAttr, "object": integer, **label, **made})
     _define("release", {"tensor": tensor})
+    # Of Inductor's wrappers; the object says what the integers are (a Layout, a Check, a KernelCall).
+    _define("empty_strided", {**operands, "object": integer, **made})
+    _define("reinterpret", {**operands, "object": integer, **made})
+    _define("check", {**operands, "object": integer, **label})
+    _define("kernel", {**operands, "object": integer, **label})
     _define("grad_mode", {"enabled": integer})
     fields = dict.fromkeys(("device", "dtype", "enabled", "cache"), integer)
     _define("autocast_enter", fields)

@@ -74,6 +74,18 @@ def _shown(value: Any) -> str:
     return safe_text(value)
 
 
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class Inference:
+    """What a program for a graph of AOTAutograd's does beside its steps: see ``Around`` in
+    capture/inductor.py; here inputs are the program's, in their order."""
+
+    without_autocast: bool
+    mutated: list[int]
+    epilogue: Any
+    epilogue_inputs: list[int]
+    n_results: int
+
+
 @dataclasses.dataclass(slots=True, frozen=True)
 class Signature:
     """The positions of those inputs of the graph that the program takes, in their order; and for
@@ -81,6 +93,7 @@ class Signature:
 
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    inference: Inference | None = None
 
 
 def import_graph(module: torch.fx.GraphModule, emitter: Emitter) -> Signature:

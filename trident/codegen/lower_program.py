@@ -18,7 +18,10 @@ from torch_mlir.dialects import llvm
 from trident import _frame
 from trident.codegen.abi import Constants, DirectCall, Integer, Word, address, direct_call
 from trident.codegen.dialect import INTEGER_STEPS, Program, session
-from trident.codegen.import_graph import Call, Slot
+from trident.capture.graph import Line
+from trident.capture.inductor import Kernel
+from trident.codegen.import_graph import Call, Inference, Slot
+from trident.codegen.import_wrapper import Check, KernelCall, Layout
 from trident.codegen.registry import register
 from trident.errors import UnsupportedGraph
 
@@ -30,8 +33,9 @@ _STEPS_PER_FUNCTION = 64
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ProgramTable:
-    """What a ``_frame.NativeProgram`` is made of, and `steps`: (runtime function, its integers), or
-    ("direct", (DirectCall, step)). `memory` holds the constants of direct calls."""
+    """What a ``_frame.NativeProgram`` is made of, and `steps`: (runtime function, its integers),
+    ("direct", (DirectCall, step)) or ("kernel", (Kernel, its arguments, step)). `memory` holds the
+    constants of direct calls."""
 
     n_inputs: int
     n_slots: int
@@ -40,10 +44,12 @@ class ProgramTable:
     integers: list[tuple[str, int, int]]
     numbers: list[tuple[int, int]]
     calls: list[tuple[str, str, list[tuple[str, Any]], list[Any]]]
-    lines: list[tuple[str, str, int]]
+    lines: list[tuple[str, str, int, bool]]
     steps: list[tuple[str, tuple[Any, ...]]]
     memory: Constants
     cudnn: bool | None
+    layouts: list[tuple[list[int], list[tuple[int, int]], int]]
+    checks: list[tuple[int, int, Any, str | None]]
 
 
 def lower_program(program: Program) -> ProgramTable:
@@ -71,7 +77,9 @@ def emit_program(table: ProgramTable, module: ir.Module) -> tuple[dict[str, int]
         for number, (name, values) in enumerate(steps):
             if number % _STEPS_PER_FUNCTION == 0:
                 writer.next_part()
-            if name == "direct":
+            if name == "kernel":
+                writer.kernel(*values)
+            elif name == "direct":
                 released = steps[number + 1][1][0] if _is_released_after(steps, number) else -1
                 call, step = values
                 writer.direct(call, step, released)
@@ -202,6 +210,24 @@ class _Writer:
             self.call("trident_program_drop_list", ())
         self.call("trident_program_after", (released,))
 
+    def kernel(self, kernel: Kernel, arguments: list[tuple[str, Any]], step: int) -> None:
+        """A call of a kernel of Inductor's: of where tensors' data are, and of numbers."""
+        with ir.InsertionPoint(self._block):
+            llvm.StoreOp(self._integer("i64", step), self._step)
+            values, kinds = [], []
+            for kind, value in arguments:
+                if kind == "tensor":
+                    values.append(self.call("trident_program_data", (value,), result="!llvm.ptr"))
+                else:
+                    values.append(self._word((kind, value)))
+                kinds.append("ptr" if kind == "tensor" else "i64")
+            symbol = f"kernel_{kernel.address:x}"
+            if symbol not in self._symbols:
+                self._symbols[symbol] = kernel.address
+                self._declare(symbol, f"!llvm.func<void ({', '.join(kinds)})>")
+            llvm.CallOp(None, values, [], [], callee=symbol)
+        self.call("trident_program_after", (-1,))
+
     def _result(self, call: DirectCall) -> ir.Value | None:
         """Where the operator puts its result."""
         kind, value = call.result
@@ -289,7 +315,9 @@ class _Writer:
             return llvm.LLVMFuncOp(name, kind, linkage=self._external)
 
 
-def make_native(table: ProgramTable, globals_: dict[str, Any], file: str) -> Any:
+def make_native(
+    table: ProgramTable, globals_: dict[str, Any], file: str, inference: Inference | None = None
+) -> Any:
     """The ``_frame.NativeProgram`` of `table`. `globals_` and `file` are those of the user's
     function, for the warnings that its operators give."""
     native = _frame.NativeProgram(table.n_inputs, table.n_slots, globals_, file)
@@ -303,7 +331,19 @@ def make_native(table: ProgramTable, globals_: dict[str, Any], file: str) -> Any
         native.add_list(slots)
     for call in table.calls:
         native.add_call(*call)
+    for layout in table.layouts:
+        native.add_layout(*layout)
+    for check in table.checks:
+        native.add_check(*check)
     native.finish(table.outputs, table.lines, table.cudnn)
+    if inference is not None:
+        native.set_inference(
+            inference.without_autocast,
+            inference.mutated,
+            inference.epilogue,
+            inference.epilogue_inputs,
+            inference.n_results,
+        )
     return native
 
 
@@ -320,7 +360,10 @@ class _Context:
         self.constants: list[tuple[int, Any, Any]] = []
         self._numbers: dict[tuple[type, str, Any], int] = {}
         self.calls: list[tuple[str, str, list[tuple[str, Any]], list[Any]]] = []
-        self.lines: list[tuple[str, str, int]] = []
+        self.lines: list[tuple[str, str, int, bool]] = []
+        self.layouts: list[tuple[list[int], list[tuple[int, int]], int]] = []
+        self._layouts: dict[Any, int] = {}
+        self.checks: list[tuple[int, int, Any, str | None]] = []
         self.steps: list[tuple[str, tuple[Any, ...]]] = []
         self.memory = Constants()
         self.cudnn: bool | None = None
@@ -341,6 +384,27 @@ class _Context:
         if row is None:
             return self.slots[value]
         return Integer(row, is_float=self.rows[row][0] == "float_input")
+
+    def new_step(self, line: Line, *, is_kernel: bool = False) -> int:
+        """The number of a step that is at `line`."""
+        self.lines.append((line.file, line.function, line.line, is_kernel))
+        return len(self.lines) - 1
+
+    def new_layout(self, layout: Layout, op: ir.Operation) -> int:
+        """The index of `layout`, whose integers are operands of `op`."""
+        integers = [p for p in map(self.place, op.operands) if isinstance(p, Integer)]
+        numbers: list[int] = []
+        computed: list[tuple[int, int]] = []
+        for position, number in enumerate(layout.numbers):
+            if isinstance(number, Slot):
+                computed.append((position, integers[number.index].row))
+            numbers.append(0 if isinstance(number, Slot) else number)
+        dtype = 0 if layout.dtype is None else _frame.enum_number(layout.dtype)
+        key = tuple(numbers), tuple(computed), dtype
+        if key not in self._layouts:
+            self._layouts[key] = len(self.layouts)
+            self.layouts.append((numbers, computed, dtype))
+        return self._layouts[key]
 
     def number(self, value: Any, dtype: Any) -> int:
         """The slot of the tensor that eager's bindings make of a number, converted to `dtype`."""
@@ -364,6 +428,8 @@ class _Context:
             self.steps,
             self.memory,
             self.cudnn,
+            self.layouts,
+            self.checks,
         )
 
 
@@ -412,13 +478,17 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
         else:
             plain = kind in ("constant", "default")
             arguments.append((kind, value if plain else slots(value)))
-    made = [context.new_slot(r) for r in op.results]
-    unused = [context.slots[r] for r in op.results if not any(True for _ in r.uses)]
+    uses = [any(True for _ in result.uses) for result in op.results]
+    returns_arguments = all(
+        r.alias_info is not None and r.alias_info.is_write for r in call.operator._schema.returns
+    )
+    ignored = returns_arguments and not any(uses)  # nobody looks at what it returns
+    made = [] if ignored else [context.new_slot(result) for result in op.results]
+    unused = [slot for slot, is_used in zip(made, uses, strict=False) if not is_used]
     results: list[Any] = []
-    for count in call.returns:
+    for count in call.returns if made else ():
         results.append(made.pop(0) if count is None else [made.pop(0) for _ in range(count)])
-    context.lines.append((call.line.file, call.line.function, call.line.line))
-    step = len(context.lines) - 1
+    step = context.new_step(call.line)
     if call.is_factory:
         context.steps.append(("trident_program_below_autograd", (1,)))
     direct = direct_call(call.operator, arguments, results, context.memory)
@@ -430,7 +500,7 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
             (how, _boxed(value, argument) if how == "computed" else value)
             for (how, value), argument in zip(arguments, schema, strict=True)
         ]
-        context.calls.append((name, overload, boxed, results))
+        context.calls.append((name, overload, boxed, results or [None] * len(call.returns)))
         context.steps.append(("trident_program_call", (len(context.calls) - 1, step)))
     if call.is_factory:
         context.steps.append(("trident_program_below_autograd", (0,)))
@@ -444,6 +514,50 @@ def _boxed(value: Any, argument: Any) -> tuple[bool, list[tuple[bool, int]]]:
     items = value if isinstance(value, list) else [value]
     pairs = [(True, i.row) if isinstance(i, Integer) else (False, i) for i in items]
     return isinstance(value, list), pairs
+
+
+def _object(context: _Context, op: ir.Operation) -> Any:
+    return context.objects[op.attributes["object"].value]
+
+
+@program_rule("empty_strided")
+def lower_empty_strided(context: _Context, op: ir.Operation) -> None:
+    layout = context.new_layout(_object(context, op), op)
+    context.steps.append(("trident_program_empty", (context.new_slot(op.results[0]), layout)))
+
+
+@program_rule("reinterpret")
+def lower_reinterpret(context: _Context, op: ir.Operation) -> None:
+    layout = context.new_layout(_object(context, op), op)
+    source = context.slots[op.operands[0]]
+    slot = context.new_slot(op.results[0])
+    context.steps.append(("trident_program_reinterpret", (slot, source, layout)))
+
+
+@program_rule("check")
+def lower_check(context: _Context, op: ir.Operation) -> None:
+    check: Check = _object(context, op)
+    layout = -1 if check.layout is None else context.new_layout(check.layout, op)
+    context.checks.append((layout, check.alignment, check.function, check.name))
+    values = context.slots[op.operands[0]], len(context.checks) - 1, context.new_step(check.line)
+    context.steps.append(("trident_program_check", values))
+
+
+@program_rule("kernel")
+def lower_kernel(context: _Context, op: ir.Operation) -> None:
+    call: KernelCall = _object(context, op)
+    places = [context.place(operand) for operand in op.operands]
+    integers = [place for place in places if isinstance(place, Integer)]
+    arguments: list[tuple[str, Any]] = []
+    for value in call.arguments:
+        if not isinstance(value, Slot):
+            arguments.append(("int", value))
+        elif value.is_integer:
+            arguments.append(("integer", integers[value.index].row))
+        else:
+            arguments.append(("tensor", places[value.index]))
+    step = context.new_step(call.line, is_kernel=True)
+    context.steps.append(("kernel", (call.kernel, arguments, step)))
 
 
 @program_rule("release")
@@ -477,6 +591,8 @@ def lower_yield(context: _Context, op: ir.Operation) -> None:
         ("integer", place.row) if isinstance(place, Integer) else ("tensor", place)
         for place in places
     ]
+    if "nones" in op.attributes:  # after all others
+        context.outputs += [("none", 0)] * op.attributes["nones"].value
 
 
 @program_rule("integer")

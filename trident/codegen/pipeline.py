@@ -14,14 +14,15 @@ from typing import Any
 from torch_mlir import ir
 
 from trident import _frame
-from trident.capture import dynamo
+from trident.capture import dynamo, inductor
 from trident.capture.graph import TracedGraph, of_callable
 from trident.capture.tree import Specialization
 from trident.codegen import jit
 from trident.codegen.dialect import Emitter, Program, session
 from trident.codegen.frame_plan import analyze, framelocals_names
-from trident.codegen.import_graph import Signature, import_graph
+from trident.codegen.import_graph import Inference, Signature, import_graph
 from trident.codegen.import_guards import import_guards
+from trident.codegen.import_wrapper import import_wrapper
 from trident.codegen.lower_guards import GuardTable, lower_guards
 from trident.codegen.lower_plan import ENTRY, NativePlan, emit_plan, lower_plan
 from trident.codegen.lower_program import (
@@ -110,7 +111,7 @@ def build(specialization: Specialization) -> Built:
         built._program = emitter.program
         if built.guards_reason is None:
             _lower_guards(built, emitter.program)
-        _lower(built, emitter.program, code.co_filename)
+        _lower(built, emitter.program, code.co_filename, signature)
     if graph is not None and signature is not None and built.program is not None:
         graph.native = _frame.NativeGraph(built.program, signature.inputs, signature.outputs)
     built.build_s = time.perf_counter() - start
@@ -160,25 +161,36 @@ class _DynamoGlobals:
         return dynamo.is_profiling_helper(function)
 
 
-def _find_graph(built: Built, known: _DynamoGlobals, code: CodeType) -> TracedGraph | None:
-    """The traced graph that Dynamo's code calls."""
+Graph = TracedGraph | inductor.Wrapper
+
+
+def _find_graph(built: Built, known: _DynamoGlobals, code: CodeType) -> Graph | None:
+    """The graph that Dynamo's code calls: traced, or as Inductor's wrapper."""
     functions = [known.graph(name) for name in code.co_names if known.graph(name) is not None]
     if not functions:
         return None
     built.has_graph = True
-    graph = of_callable(functions[0]) if len(functions) == 1 else None
+    graph: Graph | None = of_callable(functions[0]) if len(functions) == 1 else None
+    if len(functions) == 1 and graph is None:
+        try:
+            graph = inductor.of_callable(functions[0])
+        except UnsupportedGraph as error:
+            built.program_reason = str(error)
+            return None
     if graph is None:
-        built.program_reason = 'the graph is not one of backend="trident"'
-    elif graph.module is None:
+        built.program_reason = 'the graph is not one of the backends "trident" and "inductor"'
+    elif isinstance(graph, TracedGraph) and graph.module is None:
         built.program_reason = graph.reason
         return None
     return graph
 
 
-def _import_graph(built: Built, emitter: Emitter, graph: TracedGraph) -> Signature | None:
+def _import_graph(built: Built, emitter: Emitter, graph: Graph) -> Signature | None:
     """Adds the host program of the graph."""
-    assert graph.module is not None
     try:
+        if isinstance(graph, inductor.Wrapper):
+            return import_wrapper(graph, emitter)
+        assert graph.module is not None
         return import_graph(graph.module, emitter)
     except UnsupportedGraph as error:
         emitter.drop_program()
@@ -226,9 +238,12 @@ def _lower_guards(built: Built, program: Program) -> None:
         built.counts = built.table.counts()
 
 
-def _lower(built: Built, program: Program, file: str) -> None:
+def _lower(
+    built: Built, program: Program, file: str, signature: Signature | None = None
+) -> None:
     """Makes native code of the plan and the host program, where there are any."""
-    table = _lower_program(built, program, file)
+    inference = None if signature is None else signature.inference
+    table = _lower_program(built, program, file, inference)
     address = 0 if table is None else built.program.address
     with session():
         native = NativePlan(ir.Module.create(), {}, [])
@@ -251,12 +266,14 @@ def _lower(built: Built, program: Program, file: str) -> None:
         built.program.set_function(built.code.address(PROGRAM_ENTRY), built.code)
 
 
-def _lower_program(built: Built, program: Program, file: str) -> ProgramTable | None:
+def _lower_program(
+    built: Built, program: Program, file: str, inference: Inference | None
+) -> ProgramTable | None:
     if program.program_block is None or built.globals is None:
         return None
     try:
         table = lower_program(program)
-        built.program = make_native(table, built.globals, file)
+        built.program = make_native(table, built.globals, file, inference)
     except UnsupportedGraph as error:
         built.program_reason = str(error)
         if built.plan_reason is None:

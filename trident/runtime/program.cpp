@@ -5,6 +5,7 @@
 #include "dynamo_api.h"
 
 #include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
@@ -13,7 +14,9 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/inductor/inductor_ops.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <alloca.h>
@@ -184,12 +187,27 @@ c10::IValue boxed(const ProgramArgument &argument, const ProgramState *state) {
   return {};
 }
 
+/* As the bindings that Inductor writes for its kernels. */
+void raise_kernels_error() {
+  try {
+    throw;
+  } catch (const std::exception &error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  } catch (...) {
+    PyErr_SetString(PyExc_RuntimeError, "unhandled error");
+  }
+}
+
 /* The error of the exception in flight, with the user's line on top of its traceback. */
 void raise_current(const ProgramState &state) {
-  try {
-    torch::translate_exception_to_python(std::current_exception());
-  } catch (...) { /* no std::exception: as pybind11, which calls custom operators in eager */
-    PyErr_SetString(PyExc_RuntimeError, "Caught an unknown exception!");
+  if (state.step >= 0 && state.program->lines[state.step].is_kernel) {
+    raise_kernels_error();
+  } else {
+    try {
+      torch::translate_exception_to_python(std::current_exception());
+    } catch (...) { /* no std::exception: as pybind11, which calls custom operators in eager */
+      PyErr_SetString(PyExc_RuntimeError, "Caught an unknown exception!");
+    }
   }
   if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "an operator failed without a message");
   if (state.step < 0) return;
@@ -207,8 +225,12 @@ bool execute(ProgramState *state) {
   {
     pybind11::gil_scoped_release no_gil;
     c10::WarningUtils::WarningHandlerGuard guard(&state->warnings);
+    std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
+    if (state->program->without_autocast) no_autocast.emplace(c10::autocast_dispatch_keyset);
+    if (state->program->without_grad) c10::GradMode::set_enabled(false);
     try {
       state->program->function(state);
+      if (state->program->without_grad) c10::GradMode::set_enabled(grad_mode);
     } catch (...) {
       failure = std::current_exception();
       state->below_autograd.reset();
@@ -244,8 +266,10 @@ bool wrap_outputs(const HostProgram *program, const at::Tensor *slots, const int
                   PyObject **outputs) {
   size_t made = 0;
   try {
-    for (auto [is_integer, place] : program->outputs) {
-      PyObject *wrapped = is_integer ? PyLong_FromLongLong(integers[place]) : THPVariable_Wrap(slots[place]);
+    for (auto [kind, place] : program->outputs) {
+      PyObject *wrapped = kind == ProgramOutput::tensor    ? THPVariable_Wrap(slots[place])
+                          : kind == ProgramOutput::integer ? PyLong_FromLongLong(integers[place])
+                                                           : Py_NewRef(Py_None);
       if (wrapped == nullptr) break;
       outputs[made++] = wrapped;
     }
@@ -255,6 +279,77 @@ bool wrap_outputs(const HostProgram *program, const at::Tensor *slots, const int
   if (made == program->outputs.size()) return true;
   while (made > 0) Py_DECREF(outputs[--made]);
   return false;
+}
+
+/* A list of new references to `n` objects; takes those of `owned`, too. Null with an error. */
+PyObject *list_of(size_t n, PyObject *const *owned) {
+  PyObject *list = PyList_New(static_cast<Py_ssize_t>(n));
+  for (size_t i = 0; i < n; i++) {
+    if (list != nullptr) PyList_SET_ITEM(list, i, owned[i]);
+    else Py_DECREF(owned[i]);
+  }
+  return list;
+}
+
+/* Gives the epilogue the outputs (taken) and gets the results. False with an error set, and nothing made. */
+bool run_epilogue(const HostProgram *program, PyObject *const *inputs, PyObject *const *outputs,
+                  PyObject **results) {
+  c10::SmallVector<PyObject *, 8> taken;
+  for (int input : program->epilogue_inputs) taken.push_back(Py_NewRef(inputs[input]));
+  PyObject *first = list_of(taken.size(), taken.data());
+  PyObject *second = list_of(program->outputs.size(), outputs);
+  PyObject *callback = dynamo::callback(); /* as where stock runs it */
+  if (callback != Py_None) dynamo::set_callback(Py_None);
+  PyObject *made = first == nullptr || second == nullptr
+                       ? nullptr
+                       : PyObject_CallFunctionObjArgs(program->epilogue, first, second, nullptr);
+  if (callback != Py_None) dynamo::set_callback(callback);
+  Py_DECREF(callback);
+  Py_XDECREF(first);
+  Py_XDECREF(second);
+  if (made != nullptr && (!PyList_Check(made) || PyList_GET_SIZE(made) != program->n_results)) {
+    PyErr_SetString(PyExc_SystemError, "the graph's epilogue did not return its results");
+    Py_CLEAR(made);
+  }
+  if (made == nullptr) return false;
+  for (int i = 0; i < program->n_results; i++) results[i] = Py_NewRef(PyList_GET_ITEM(made, i));
+  Py_DECREF(made);
+  return true;
+}
+
+/* The numbers of a layout, in `space` where some are computed. */
+const int64_t *layout_numbers(const ProgramState *state, const ProgramLayout &layout,
+                              c10::SmallVectorImpl<int64_t> *space) {
+  if (layout.computed.empty()) return layout.numbers.data();
+  space->assign(layout.numbers.begin(), layout.numbers.end());
+  for (auto [position, row] : layout.computed) (*space)[position] = state->integers[row];
+  return space->data();
+}
+using LayoutNumbers = c10::SmallVector<int64_t, 12>;
+
+/* With the GIL released: calls Python's function of a check that failed, which raises (or is more lenient). */
+[[gnu::noinline]] void ask_check(ProgramState *state, int32_t slot, const ProgramCheck &check,
+                                 const int64_t *numbers) {
+  pybind11::gil_scoped_acquire gil;
+  auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(state->slots[slot]));
+  if (!tensor) throw python_error();
+  py::list arguments;
+  arguments.append(tensor);
+  if (check.layout < 0) {
+    arguments.append(py::int_(check.alignment));
+  } else {
+    const int dim = state->program->layouts[check.layout].dim;
+    for (int part = 0; part < 2; part++) {
+      py::tuple values(dim);
+      for (int i = 0; i < dim; i++) values[i] = py::int_(numbers[part * dim + i]);
+      arguments.append(values);
+    }
+  }
+  if (check.name != nullptr) arguments.append(py::reinterpret_borrow<py::object>(check.name));
+  py::tuple positional(arguments);
+  PyObject *result = PyObject_Call(check.function, positional.ptr(), nullptr);
+  if (result == nullptr) throw python_error();
+  Py_DECREF(result);
 }
 
 int64_t floor_divide(int64_t a, int64_t b) {
@@ -546,8 +641,31 @@ bool program_add_integer(HostProgram *program, const char *op, int64_t a, int64_
   return false;
 }
 
-void program_add_line(HostProgram *program, const char *file, const char *function, int line) {
-  program->lines.push_back({file, function, line});
+bool program_add_layout(HostProgram *program, std::vector<int64_t> numbers,
+                        std::vector<std::pair<int, int>> computed, int dtype) {
+  for (auto [position, row] : computed)
+    if (position < 0 || static_cast<size_t>(position) >= numbers.size() || row < 0 ||
+        static_cast<size_t>(row) >= program->integers.size()) {
+      PyErr_Format(PyExc_ValueError, "number %d of a layout, row %d", position, row);
+      return false;
+    }
+  const int dim = static_cast<int>(numbers.size() / 2);
+  if (numbers.empty()) numbers.reserve(1); /* so that its address is one */
+  program->layouts.push_back({std::move(numbers), std::move(computed), dim, static_cast<at::ScalarType>(dtype)});
+  return true;
+}
+
+bool program_add_check(HostProgram *program, int layout, int64_t alignment, PyObject *function, PyObject *name) {
+  if (layout >= static_cast<int>(program->layouts.size()) || (layout < 0 && alignment <= 0)) {
+    PyErr_Format(PyExc_ValueError, "no layout %d", layout);
+    return false;
+  }
+  program->checks.push_back({layout, alignment, function, name});
+  return true;
+}
+
+void program_add_line(HostProgram *program, const char *file, const char *function, int line, bool is_kernel) {
+  program->lines.push_back({file, function, line, is_kernel});
 }
 
 void program_set_function(HostProgram *program, uintptr_t address) {
@@ -580,6 +698,10 @@ uintptr_t program_function_address(const char *name) {
   TRIDENT_FUNCTION(trident_program_drop_list)
   TRIDENT_FUNCTION(trident_program_alias)
   TRIDENT_FUNCTION(trident_program_take)
+  TRIDENT_FUNCTION(trident_program_empty)
+  TRIDENT_FUNCTION(trident_program_reinterpret)
+  TRIDENT_FUNCTION(trident_program_check)
+  TRIDENT_FUNCTION(trident_program_data)
 #undef TRIDENT_FUNCTION
   return 0;
 }
@@ -612,13 +734,18 @@ int32_t run(HostProgram *program, PyObject *const *inputs, PyObject **outputs) {
     slots[constant.slot] = convert && constant.converted.defined() ? constant.converted : constant.value;
   for (auto [slot, row] : program->numbers) slots[slot] = number_tensor(number(program, row, integers));
   int32_t status = 0;
+  for (int input : program->mutated)
+    if (!slots[input].is_inference()) torch::autograd::increment_version(slots[input]);
   {
     ProgramState state{slots, -1, integers, program, {}, ticks() + kTicksBetweenSignals};
     if (!execute(&state)) status = 1;
   }
-  if (status == 0 && !wrap_outputs(program, slots, integers, outputs)) status = 1;
+  c10::SmallVector<PyObject *, 8> before(program->epilogue == nullptr ? 0 : program->outputs.size());
+  PyObject **wrapped = program->epilogue == nullptr ? outputs : before.data();
+  if (status == 0 && !wrap_outputs(program, slots, integers, wrapped)) status = 1;
   if (many.empty())
     for (int i = 0; i < program->n_slots; i++) slots[i].~Tensor();
+  if (status == 0 && program->epilogue != nullptr && !run_epilogue(program, inputs, wrapped, outputs)) status = 1;
   return status;
 }
 
@@ -760,6 +887,46 @@ void trident_program_take(ProgramState *state, void *vector, int32_t first, int3
   check_count(items.size(), n);
   for (int32_t i = 0; i < n; i++) state->slots[first + i] = std::move(items[i]);
 }
+
+void trident_program_empty(ProgramState *state, int32_t slot, int32_t index) {
+  const ProgramLayout &layout = state->program->layouts[index];
+  LayoutNumbers space;
+  const int64_t *numbers = layout_numbers(state, layout, &space);
+  const size_t dim = layout.dim;
+  state->slots[slot] = at::detail::empty_strided_cpu({numbers, dim}, {numbers + dim, dim}, layout.dtype);
+}
+
+void trident_program_reinterpret(ProgramState *state, int32_t slot, int32_t from, int32_t index) {
+  const ProgramLayout &layout = state->program->layouts[index];
+  LayoutNumbers space;
+  const int64_t *numbers = layout_numbers(state, layout, &space);
+  const size_t dim = layout.dim;
+  state->slots[slot] = torch::inductor::_reinterpret_tensor(state->slots[from], {numbers, dim},
+                                                            {numbers + dim, dim}, numbers[2 * dim]);
+}
+
+void trident_program_check(ProgramState *state, int32_t slot, int32_t index, int32_t step) {
+  const ProgramCheck &check = state->program->checks[index];
+  const at::Tensor &tensor = state->slots[slot];
+  LayoutNumbers space;
+  const int64_t *numbers = nullptr;
+  bool passed;
+  if (check.layout < 0) {
+    passed = tensor.has_storage() && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % check.alignment == 0;
+  } else {
+    const ProgramLayout &layout = state->program->layouts[check.layout];
+    numbers = layout_numbers(state, layout, &space);
+    const at::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
+    const size_t dim = layout.dim;
+    passed = sizes.size() == dim && std::equal(numbers, numbers + dim, sizes.begin()) &&
+             std::equal(numbers + dim, numbers + 2 * dim, strides.begin());
+  }
+  if (__builtin_expect(passed, 1)) return;
+  state->step = step;
+  ask_check(state, slot, check, numbers);
+}
+
+void *trident_program_data(ProgramState *state, int32_t slot) { return state->slots[slot].data_ptr(); }
 
 void trident_program_grad_mode(ProgramState *, int32_t enabled) { c10::GradMode::set_enabled(enabled != 0); }
 

@@ -61,6 +61,7 @@ struct ProgramCall {
 struct ProgramLine {
   std::string file, function;
   int line = 0; /* 0: unknown */
+  bool is_kernel = false; /* its exceptions are those of Inductor's bindings */
 };
 
 /* What a slot holds from the start. A number also has the form into which a CPU kernel would convert it
@@ -76,11 +77,39 @@ struct ProgramWatch {
   int64_t ns = -1; /* -1: it did not run */
 };
 
+/* Sizes, then as many strides, then perhaps an offset; those of `computed` (position, row) are the program's
+ * integers. */
+struct ProgramLayout {
+  std::vector<int64_t> numbers;
+  std::vector<std::pair<int, int>> computed;
+  int dim = 0;
+  at::ScalarType dtype = at::kFloat; /* of a tensor that is allocated */
+};
+
+/* Python's `function` over the tensor in a slot, the layout as two tuples (or the number `alignment` of bytes),
+ * and `name` unless it is null: called where the check fails, to raise. */
+struct ProgramCheck {
+  int layout; /* -1: of the address */
+  int64_t alignment;
+  PyObject *function, *name; /* borrowed from who made the program */
+};
+
+/* What a program returns: the tensor of a slot, the integer of a row, or None. */
+enum class ProgramOutput { tensor, integer, none };
+
 struct HostProgram {
   int n_inputs = 0, n_slots = 0; /* the inputs that are tensors come first, in both */
   std::vector<IntegerRow> integers;
   std::vector<std::pair<int, int>> numbers; /* a slot that holds the tensor of a number, and its row */
-  std::vector<std::pair<bool, int>> outputs; /* is it an integer, the row or slot */
+  std::vector<std::pair<ProgramOutput, int>> outputs; /* and the row or slot */
+  std::vector<ProgramLayout> layouts;
+  std::vector<ProgramCheck> checks;
+  /* For the graphs that AOTAutograd compiles for inference: what its wrapper does around them. */
+  bool without_grad = false, without_autocast = false;
+  std::vector<int> mutated; /* inputs whose version it advances first */
+  PyObject *epilogue = nullptr; /* called with the list of these inputs and of outputs; its result is; borrowed */
+  std::vector<int> epilogue_inputs;
+  int n_results = 0; /* after the epilogue */
   std::vector<std::vector<int>> lists; /* of optional tensors: slots, -1: None */
   std::vector<ProgramCall> calls;
   std::vector<ProgramConstant> constants;
@@ -111,7 +140,12 @@ bool program_add_integer(HostProgram *program, const char *op, int64_t a, int64_
 /* torch.library's set of the kernels that Python registered, "namespace/operator/key"; kept forever. */
 void set_python_kernels(PyObject *kernels);
 
-void program_add_line(HostProgram *program, const char *file, const char *function, int line);
+/* Append a layout or check; false with a Python error set. `name` may be null. */
+bool program_add_layout(HostProgram *program, std::vector<int64_t> numbers,
+                        std::vector<std::pair<int, int>> computed, int dtype);
+bool program_add_check(HostProgram *program, int layout, int64_t alignment, PyObject *function, PyObject *name);
+
+void program_add_line(HostProgram *program, const char *file, const char *function, int line, bool is_kernel);
 void program_set_function(HostProgram *program, uintptr_t address);
 uintptr_t program_function_address(const char *name); /* of the functions below; 0 for other names */
 
@@ -171,6 +205,13 @@ void *trident_program_list(ProgramState *state, int32_t list);
 void trident_program_drop_list(ProgramState *state);
 /* slots[to] = slots[from]: an operator returned its argument. */
 void trident_program_alias(ProgramState *state, int32_t to, int32_t from);
+/* A new tensor, not filled; another tensor of the storage of `from`. */
+void trident_program_empty(ProgramState *state, int32_t slot, int32_t layout);
+void trident_program_reinterpret(ProgramState *state, int32_t slot, int32_t from, int32_t layout);
+/* Raises unless the tensor is as the check says. */
+void trident_program_check(ProgramState *state, int32_t slot, int32_t check, int32_t step);
+/* Where a kernel finds the tensor's data. */
+void *trident_program_data(ProgramState *state, int32_t slot);
 /* Moves a std::vector<at::Tensor> of n items into the slots from `first` on, and ends it. */
 void trident_program_take(ProgramState *state, void *vector, int32_t first, int32_t n);
 }

@@ -1,0 +1,647 @@
+"""Inductor's generated wrapper to ``scm.program``: its statements, one by one.
+
+The function ``call(args)`` is straight-line Python: it takes the inputs out of the list, checks
+their layout, allocates buffers, calls kernels and operators, and returns. A name is what the live
+module holds, known by identity; sizes are Python's own expressions over the inputs that are ints. A
+statement that is not known here raises UnsupportedGraph, which leaves the graph to stock.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch_mlir import ir
+
+from trident.capture.graph import Line
+from trident.capture.inductor import Kernel, Wrapper, host_functions, operator_of
+from trident.codegen.dialect import Emitter
+from trident.codegen.import_graph import Call, Inference, Signature, Slot
+from trident.errors import UnsupportedGraph
+from trident.texts import safe_text
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Layout:
+    """Sizes, then as many strides, then perhaps an offset: ints, or Slots of integers. `dtype`: of a
+    tensor that is allocated."""
+
+    numbers: tuple[int | Slot, ...]
+    dtype: torch.dtype | None = None
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class Check:
+    """A tensor must have `layout`, or an address that is a multiple of `alignment` bytes; `function`
+    says so where it has not, given `name` unless that is None."""
+
+    layout: Layout | None
+    alignment: int
+    function: Any
+    name: str | None
+    line: Line
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class KernelCall:
+    """A call of `kernel`; `arguments` are Slots and ints."""
+
+    kernel: Kernel
+    arguments: tuple[int | Slot, ...]
+    line: Line
+
+
+def import_wrapper(wrapper: Wrapper, emitter: Emitter) -> Signature:
+    """Append a ``scm.program`` for what Inductor made of a graph.
+
+    Raises UnsupportedGraph, naming the statement, for what has no native form.
+    """
+    importer = _Importer(wrapper, emitter)
+    importer.run()
+    around = wrapper.around
+    places = {position: place for place, position in enumerate(importer.inputs)}
+    missing = [p for p in (*around.mutated, *around.epilogue_inputs) if p not in places]
+    if missing:
+        raise UnsupportedGraph(f"AOTAutograd uses its input {missing[0]}, which the program does not")
+    inference = Inference(
+        around.without_autocast,
+        [places[position] for position in around.mutated],
+        around.epilogue,
+        [places[position] for position in around.epilogue_inputs],
+        around.n_results,
+    )
+    if around.epilogue is None and len(importer.outputs) != around.n_results:
+        raise UnsupportedGraph(f"it returns {len(importer.outputs)} values of {around.n_results}")
+    outputs = tuple(importer.outputs)
+    if around.epilogue is not None:
+        if outputs != tuple(range(len(outputs))):
+            raise UnsupportedGraph("AOTAutograd changes its outputs, of which some are no tensors")
+        outputs = tuple(range(around.n_results))
+    return Signature(tuple(importer.inputs), outputs, inference)
+
+
+class _Several:
+    """What an operator returned: a tuple, or a list, of tensors."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+
+class _Importer:
+    def __init__(self, wrapper: Wrapper, emitter: Emitter) -> None:
+        self.wrapper = wrapper
+        self.emitter = emitter
+        self.inputs: list[int] = []
+        self.outputs: list[int] = []
+        self._known = host_functions()
+        # What each local name is: a tensor, an integer (both values of the program), _Several.
+        self._locals: dict[str, Any] = {}
+        self._constants: dict[str, ir.Value] = {}
+        self._returned = False
+
+    # Statements
+
+    def run(self) -> None:
+        statements = list(self.wrapper.body)
+        names = self._arguments(statements)
+        used = {name for statement in statements for name in _names(statement)}
+        numbers = self._numbers(statements)
+        self.emitter.start_program(len(names))
+        around = self.wrapper.around
+        wanted = {*around.mutated, *around.epilogue_inputs}
+        for position, name in enumerate(names):
+            if name not in numbers and (name in used or position in wanted):
+                (value,) = self.emitter.step("input", results=1, index=len(self.inputs))
+                self.inputs.append(position)
+                self._locals[name] = value
+        for position, name in enumerate(names):
+            if name in numbers:
+                self._locals[name] = self.emitter.integer_step(
+                    "integer_input", [], index=len(self.inputs)
+                )
+                self.inputs.append(position)
+        for statement in statements:
+            if self._returned:
+                raise UnsupportedGraph("it goes on after its return")
+            try:
+                self._statement(statement)
+            except UnsupportedGraph as error:
+                text = ast.unparse(statement).splitlines()[0]
+                text = text if len(text) < 200 else text[:197] + "..."
+                raise UnsupportedGraph(f"{error} (Inductor: {safe_text(text)})") from None
+        if not self._returned:
+            raise UnsupportedGraph("it does not return")
+
+    def _arguments(self, statements: list[ast.stmt]) -> list[str]:
+        """Takes away what unpacks the list of arguments; returns their names."""
+        parameter = self.wrapper.parameter
+        names: list[str] = []
+        match statements[:1]:
+            case [
+                ast.Assign(
+                    targets=[ast.Tuple(elts=targets)], value=ast.Name(id=source)
+                )
+            ] if source == parameter and all(isinstance(t, ast.Name) for t in targets):
+                names = [t.id for t in targets if isinstance(t, ast.Name)]
+                del statements[0]
+        match statements[:1]:
+            case [
+                ast.Expr(
+                    value=ast.Call(
+                        func=ast.Attribute(value=ast.Name(id=source), attr="clear"), args=[]
+                    )
+                )
+            ] if source == parameter:
+                del statements[0]
+        if any(parameter in _names(statement) for statement in statements):
+            raise UnsupportedGraph("it takes its arguments in a way that is not known")
+        return names
+
+    def _numbers(self, statements: list[ast.stmt]) -> set[str]:
+        """The names that are ints, by what they are used for. (The program asks what its inputs are:
+        a name that is missed here, or wrong, leaves the call to stock.)"""
+        found: set[str] = set()
+        aliases: dict[str, str] = {}
+        inside = [s for s in statements if not isinstance(s, ast.Return)]
+        inside += [e for s in statements if isinstance(s, ast.Return) for e in _elements(s)]
+        for node in (n for top in inside for n in ast.walk(top)):
+            match node:
+                case ast.BinOp() | ast.UnaryOp() | ast.Tuple(ctx=ast.Load()):
+                    found |= {n.id for n in ast.iter_child_nodes(node) if isinstance(n, ast.Name)}
+                case ast.Call(func=ast.Name(id=name), args=arguments):
+                    kernel = self.wrapper.kernel(name)
+                    types = kernel.types if kernel is not None else ()
+                    for argument, kind in zip(arguments, types, strict=False):
+                        if isinstance(argument, ast.Name) and not kind.endswith("*"):
+                            found.add(argument.id)
+                case ast.Assign(targets=[ast.Name(id=target)], value=ast.Name(id=source)):
+                    aliases[target] = source
+        symbols = {name for name in aliases if name in found or _SYMBOL.fullmatch(name)}
+        return found | {aliases[name] for name in symbols}
+
+    def _statement(self, statement: ast.stmt) -> None:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                made = self._expression(value)
+                self._drop(name)
+                self._locals[name] = made
+            case ast.Expr(value=ast.Constant()):
+                pass
+            case ast.Expr(value=ast.Call() as call):
+                self._call(call)  # an operator's results without a user are released at once
+            case ast.Delete(targets=targets) if all(isinstance(t, ast.Name) for t in targets):
+                for target in targets:
+                    self._drop(target.id)  # type: ignore[attr-defined]
+            case ast.Return(value=ast.Tuple(elts=elements)):
+                self._return(elements)
+            case ast.Pass():
+                pass
+            case _:
+                raise UnsupportedGraph("a statement that is not known")
+
+    def _drop(self, name: str) -> None:
+        """`name` is deleted, or another thing from now on; inputs belong to the caller."""
+        former = self._locals.pop(name, None)
+        if former is not None:
+            self._forget(former)
+
+    def _forget(self, value: Any) -> None:
+        """Releases the tensors of `value` to which no name refers any more."""
+        for tensor in _tensors(value):
+            if not any(tensor in _tensors(v) for v in self._locals.values()):
+                owner = tensor.owner
+                name = owner.name if isinstance(owner, ir.Operation) else owner.operation.name
+                if name in ("scm.operator", "scm.empty_strided", "scm.reinterpret"):
+                    self.emitter.step("release", [tensor])
+
+    def _return(self, elements: list[ast.expr]) -> None:
+        values = [self._expression(element) for element in elements]
+        tensors = [v for v in values if isinstance(v, ir.Value) and not _is_integer(v)]
+        integers = [v for v in values if isinstance(v, ir.Value) and _is_integer(v)]
+        integers += [self._integer(v) for v in values if type(v) is int]
+        nones = sum(v is None for v in values)
+        if len(tensors) + len(integers) + nones != len(values):
+            raise UnsupportedGraph("it returns something else than tensors and ints")
+        named = {"nones": nones} if nones else {}
+        self.emitter.step("yield", tensors, integers=integers, **named)
+        order = (
+            [i for i, v in enumerate(values) if isinstance(v, ir.Value) and not _is_integer(v)]
+            + [i for i, v in enumerate(values) if isinstance(v, ir.Value) and _is_integer(v)]
+            + [i for i, v in enumerate(values) if type(v) is int]
+            + [i for i, v in enumerate(values) if v is None]
+        )
+        self.outputs = [order.index(i) for i in range(len(values))]
+        self._returned = True
+
+    # Expressions
+
+    def _expression(self, node: ast.expr) -> Any:
+        """A value of the program, _Several, or what a constant expression is."""
+        match node:
+            case ast.Name(id=name) if name in self._locals:
+                return self._locals[name]
+            case ast.Call():
+                found = self._constant_call(node)
+                return self._call(node) if found is _NOTHING else found
+            case ast.Subscript(value=value, slice=ast.Constant(value=int(index))):
+                source = self._expression(value)
+                if isinstance(source, _Several) and index < len(source.items):
+                    return source.items[index]
+                raise UnsupportedGraph("an item of something else than an operator's results")
+            case ast.Tuple(elts=elements):
+                return tuple(map(self._expression, elements))
+            case ast.List(elts=elements):
+                return list(map(self._expression, elements))
+            case ast.BinOp(left=left, op=operation, right=right):
+                return self._binary(operation, self._expression(left), self._expression(right))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                value = self._expression(operand)
+                return self._binary(ast.Mult(), value, -1) if _is_value(value) else -value
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return self._global(name)
+            case ast.Attribute(value=value, attr=name):
+                owner = self._expression(value)
+                if _is_value(owner) or isinstance(owner, _Several):
+                    raise UnsupportedGraph(f"the attribute {name} of what it computes")
+                return _attribute(owner, name)
+            case _:
+                raise UnsupportedGraph("an expression that is not known")
+
+    def _global(self, name: str) -> Any:
+        names = self.wrapper.names
+        if name in names:
+            value = names[name]
+            if type(value) in (torch.Tensor, torch.nn.Parameter):
+                return self._constant_tensor(name, value)
+            return value
+        builtins = names.get("__builtins__")
+        known = builtins if isinstance(builtins, dict) else vars(builtins)
+        if name not in known:
+            raise UnsupportedGraph(f"the name {name} is not known")
+        return known[name]
+
+    def _constant_tensor(self, name: str, tensor: torch.Tensor) -> ir.Value:
+        if name not in self._constants:
+            index = self.emitter.program.objects.add(tensor, f"tensor {tuple(tensor.shape)}")
+            (value,) = self.emitter.step("constant_tensor", results=1, object=index)
+            self._constants[name] = value
+        return self._constants[name]
+
+    def _binary(self, operation: ast.operator, left: Any, right: Any) -> Any:
+        if not _is_value(left) and not _is_value(right):
+            return _fold(operation, left, right)
+        name = _BINARY.get(type(operation))
+        if isinstance(operation, ast.Sub):
+            right, name = self._binary(ast.Mult(), right, -1), "add"
+        if name is None:
+            raise UnsupportedGraph("arithmetic that is not known")
+        return self.emitter.integer_step(name, [self._integer(left), self._integer(right)])
+
+    def _integer(self, value: Any) -> ir.Value:
+        if _is_value(value) and _is_integer(value):
+            return value
+        if type(value) is int and -(2**62) < value < 2**63:
+            return self.emitter.integer_step("integer", [], value=value)
+        raise UnsupportedGraph("something else than an int where an int belongs")
+
+    def _tensor(self, node: ast.expr) -> ir.Value:
+        value = self._expression(node)
+        if _is_value(value) and not _is_integer(value):
+            return value
+        raise UnsupportedGraph("something else than a tensor where a tensor belongs")
+
+    def _constant_call(self, node: ast.Call) -> Any:
+        """What a call is that only makes a constant: of a device, or a float."""
+        try:
+            function = self._function(node.func)
+        except UnsupportedGraph:
+            return _NOTHING
+        if function not in (torch.device, float):
+            return _NOTHING
+        arguments = [self._expression(a) for a in node.args]
+        named = {str(k.arg): self._expression(k.value) for k in node.keywords}
+        if any(map(_has_value, [*arguments, *named.values()])):
+            raise UnsupportedGraph("a constant of something that it computes")
+        return function(*arguments, **named)
+
+    # Calls
+
+    def _function(self, node: ast.expr) -> Any:
+        """The object that is called."""
+        match node:
+            case ast.Name(id=name) if name not in self._locals:
+                return self._global(name)
+            case ast.Attribute(value=value, attr=name):
+                return _attribute(self._function(value), name)
+            case _:
+                raise UnsupportedGraph("a call of something that it computes")
+
+    def _call(self, node: ast.Call) -> Any:
+        if any(isinstance(a, ast.Starred) for a in node.args) or any(
+            k.arg is None for k in node.keywords
+        ):
+            raise UnsupportedGraph("a call with starred arguments")
+        if isinstance(node.func, ast.Name):
+            kernel = self.wrapper.kernel(node.func.id)
+            if kernel is not None:
+                self._kernel(kernel, node)
+                return None
+        function = self._function(node.func)
+        try:
+            kind = self._known.get(function)
+        except TypeError:
+            kind = None
+        if kind is not None:
+            return _CALLS[kind](self, node, function)
+        if function in (max, min) and not node.keywords and len(node.args) > 1:
+            values = [self._expression(argument) for argument in node.args]
+            if not any(map(_is_value, values)):
+                return function(values)
+            name = "maximum" if function is max else "minimum"
+            result = self._integer(values[0])
+            for value in values[1:]:
+                result = self.emitter.integer_step(name, [result, self._integer(value)])
+            return result
+        names = [keyword.arg for keyword in node.keywords]
+        operator = operator_of(function, "out" in names)
+        if operator is None:
+            raise UnsupportedGraph("a call of a function that is not known")
+        return self._operator(operator, node)
+
+    def _line(self, node: ast.AST) -> Line:
+        return Line(self.wrapper.file, "call", getattr(node, "lineno", 0))
+
+    def _kernel(self, kernel: Kernel, node: ast.Call) -> None:
+        if len(node.args) != len(kernel.types) or node.keywords:
+            raise UnsupportedGraph(f"a kernel takes {len(kernel.types)} arguments")
+        tensors: list[ir.Value] = []
+        integers: list[ir.Value] = []
+        arguments: list[int | Slot] = []
+        for argument, kind in zip(node.args, kernel.types, strict=True):
+            kind = kind.replace("const ", "").strip()
+            if kind.endswith("*"):
+                tensors.append(self._tensor(argument))
+                arguments.append(Slot(len(tensors) - 1))
+                continue
+            value = self._expression(argument)
+            if kind != "int64_t":
+                raise UnsupportedGraph(f"a kernel takes a {kind}")
+            if type(value) is int and -(2**63) <= value < 2**63:
+                arguments.append(value)
+            else:
+                integers.append(self._integer(value))
+                arguments.append(Slot(len(integers) - 1, is_integer=True))
+        line = self._line(node)
+        call = KernelCall(kernel, tuple(arguments), line)
+        self.emitter.step(
+            "kernel",
+            tensors,
+            integers=integers,
+            object=self.emitter.program.objects.add(call, kernel.name),
+            label=self.emitter.label(f"{line.file}:{line.line}"),
+        )
+
+    def _layout(
+        self, nodes: list[ast.expr], dtype: torch.dtype | None = None
+    ) -> tuple[Layout, list[ir.Value]]:
+        """Of sizes, strides and perhaps an offset; and the integers that its Slots are."""
+        integers: list[ir.Value] = []
+        numbers: list[int | Slot] = []
+        lengths: list[int] = []
+        for node in nodes:
+            value = self._expression(node)
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            lengths.append(len(values))
+            for number in values:
+                if type(number) is int and -(2**63) <= number < 2**63:
+                    numbers.append(number)
+                else:
+                    integers.append(self._integer(number))
+                    numbers.append(Slot(len(integers) - 1, is_integer=True))
+        if lengths[0] != lengths[1]:
+            raise UnsupportedGraph("a layout with more sizes or strides than the other")
+        return Layout(tuple(numbers), dtype), integers
+
+    def empty_strided_cpu(self, node: ast.Call, function: Any) -> ir.Value:
+        if len(node.args) != 3 or node.keywords:
+            raise UnsupportedGraph("an allocation with other arguments")
+        dtype = self._expression(node.args[2])
+        if not isinstance(dtype, torch.dtype):
+            raise UnsupportedGraph("an allocation without a dtype")
+        layout, integers = self._layout(node.args[:2], dtype)
+        index = self.emitter.program.objects.add(layout, f"{dtype}")
+        (made,) = self.emitter.step(
+            "empty_strided", [], integers=integers, results=1, object=index
+        )
+        return made
+
+    def reinterpret(self, node: ast.Call, function: Any) -> ir.Value:
+        if len(node.args) != 4 or node.keywords:
+            raise UnsupportedGraph("a view with other arguments")
+        source = self._tensor(node.args[0])
+        layout, integers = self._layout(node.args[1:])
+        index = self.emitter.program.objects.add(layout, "view")
+        (made,) = self.emitter.step(
+            "reinterpret", [source], integers=integers, results=1, object=index
+        )
+        if isinstance(node.args[0], ast.Call):  # a view of a view
+            self._forget(source)
+        return made
+
+    def check_layout(self, node: ast.Call, function: Any) -> None:
+        if len(node.args) not in (3, 4) or node.keywords:
+            raise UnsupportedGraph("a check with other arguments")
+        layout, integers = self._layout(node.args[1:3])
+        self._check(node, function, layout, 0, integers, node.args[3:])
+
+    def check_alignment(self, node: ast.Call, function: Any) -> None:
+        alignment = self._expression(node.args[1]) if len(node.args) in (2, 3) else None
+        if type(alignment) is not int or alignment <= 0 or node.keywords:
+            raise UnsupportedGraph("a check with other arguments")
+        self._check(node, function, None, alignment, [], node.args[2:])
+
+    def _check(
+        self,
+        node: ast.Call,
+        function: Any,
+        layout: Layout | None,
+        alignment: int,
+        integers: list[ir.Value],
+        rest: list[ast.expr],
+    ) -> None:
+        name = self._expression(rest[0]) if rest else None
+        if name is not None and type(name) is not str:
+            raise UnsupportedGraph("a check with a name that is no text")
+        check = Check(layout, alignment, function, name, self._line(node))
+        self.emitter.step(
+            "check",
+            [self._tensor(node.args[0])],
+            integers=integers,
+            object=self.emitter.program.objects.add(check, name or "check"),
+            label=self.emitter.label(f"{check.line.file}:{check.line.line}"),
+        )
+
+    def _operator(self, operator: Any, node: ast.Call) -> Any:
+        schema = operator._schema
+        given: dict[str, ast.expr] = {str(k.arg): k.value for k in node.keywords}
+        positional = [a for a in schema.arguments if not a.kwarg_only]
+        if len(node.args) > len(positional):
+            raise UnsupportedGraph(f"{operator} with {len(node.args)} arguments")
+        for argument, value in zip(positional, node.args, strict=False):
+            if argument.name in given:
+                raise UnsupportedGraph(f"{operator} gets its argument {argument.name} twice")
+            given[argument.name] = value
+        operands: list[ir.Value] = []
+        integers: list[ir.Value] = []
+        arguments = [
+            self._argument(operator, a, given.pop(a.name, None), operands, integers)
+            for a in schema.arguments
+        ]
+        if given:
+            raise UnsupportedGraph(f"{operator} has no argument {next(iter(given))}")
+        counts = self._counts(schema, operator, node)
+        line = self._line(node)
+        call = Call(operator, arguments, counts, line, is_factory=False)
+        results = self.emitter.step(
+            "operator",
+            operands,
+            integers=integers,
+            results=sum(1 if count is None else count for count in counts),
+            operator=str(operator),
+            object=self.emitter.program.objects.add(call, call.text()),
+            label=self.emitter.label(f"{line.file}:{line.line}"),
+        )
+        made = iter(results)
+        items: list[Any] = [
+            next(made) if count is None else _Several([next(made) for _ in range(count)])
+            for count in counts
+        ]
+        if not items:
+            return None
+        return items[0] if len(items) == 1 else _Several(items)
+
+    def _counts(self, schema: Any, operator: Any, node: ast.Call) -> list[int | None]:
+        counts: list[int | None] = []
+        for result in schema.returns:
+            if str(result.type) != "Tensor":
+                raise UnsupportedGraph(f"{operator} returns {result.type}")
+            counts.append(None)
+        return counts
+
+    def _argument(
+        self,
+        operator: Any,
+        argument: Any,
+        node: ast.expr | None,
+        operands: list[ir.Value],
+        integers: list[ir.Value],
+    ) -> tuple[str, Any]:
+        if node is None:
+            if not argument.has_default_value():
+                raise UnsupportedGraph(f"{operator} lacks its argument {argument.name}")
+            return "default", None
+        value = self._expression(node)
+        kind = str(argument.type)
+
+        def operand(item: Any) -> Slot:
+            if not _is_value(item) or _is_integer(item):
+                raise UnsupportedGraph(f"{operator} gets no tensor as {argument.name}")
+            operands.append(item)
+            return Slot(len(operands) - 1)
+
+        def number(item: Any) -> Any:
+            if not _is_value(item):
+                return item
+            integers.append(self._integer(item))
+            return Slot(len(integers) - 1, is_integer=True)
+
+        if kind in ("Tensor", "Optional[Tensor]") and value is not None:
+            return "tensor", operand(value)
+        if kind in ("List[Tensor]", "List[Optional[Tensor]]"):
+            if not isinstance(value, (list, tuple)):
+                raise UnsupportedGraph(f"{operator} gets no list as {argument.name}")
+            how = "tensors" if kind == "List[Tensor]" else "optional_tensors"
+            return how, [None if item is None else operand(item) for item in value]
+        if not _has_value(value):
+            return "constant", list(value) if isinstance(value, tuple) else value
+        if kind.removeprefix("Optional[").removesuffix("]") in ("int", "number"):
+            return "computed", number(value)
+        if "List[int]" in kind and isinstance(value, (list, tuple)):
+            return "computed", [number(item) for item in value]
+        raise UnsupportedGraph(f"{operator} computes its argument {argument.name} ({kind})")
+
+
+_NOTHING: Any = object()
+_SYMBOL = re.compile(r"s\d+")  # as Inductor names the sizes that are inputs
+_BINARY: dict[type[ast.operator], str] = {
+    ast.Add: "add",
+    ast.Mult: "multiply",
+    ast.FloorDiv: "floor_divide",
+    ast.Mod: "modulo",
+}
+_CALLS: dict[str, Callable[[_Importer, ast.Call, Any], Any]] = {
+    "empty_strided_cpu": _Importer.empty_strided_cpu,
+    "reinterpret": _Importer.reinterpret,
+    "check_layout": _Importer.check_layout,
+    "check_alignment": _Importer.check_alignment,
+}
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise UnsupportedGraph(f"{safe_text(owner)} has no attribute {name}") from None
+
+
+def _fold(operation: ast.operator, left: Any, right: Any) -> int:
+    """A constant expression of ints."""
+    if type(left) is not int or type(right) is not int:
+        raise UnsupportedGraph("arithmetic of something else than ints")
+    match operation:
+        case ast.Add():
+            return left + right
+        case ast.Sub():
+            return left - right
+        case ast.Mult():
+            return left * right
+        case ast.FloorDiv() if right != 0:
+            return left // right
+        case ast.Mod() if right != 0:
+            return left % right
+    raise UnsupportedGraph("arithmetic that is not known")
+
+
+def _is_value(value: Any) -> bool:
+    return isinstance(value, ir.Value)
+
+
+def _is_integer(value: ir.Value) -> bool:
+    return str(value.type) == "!scm.int"
+
+
+def _has_value(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_value, value))
+    return _is_value(value) or isinstance(value, _Several)
+
+
+def _tensors(value: Any) -> list[ir.Value]:
+    if isinstance(value, _Several):
+        return [tensor for item in value.items for tensor in _tensors(item)]
+    return [value] if _is_value(value) and not _is_integer(value) else []
+
+
+def _elements(statement: ast.Return) -> list[ast.AST]:
+    value = statement.value
+    return list(value.elts) if isinstance(value, ast.Tuple) else []
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
