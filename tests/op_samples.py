@@ -3,6 +3,7 @@
     python -m tests.op_samples                 # all 34,000 samples of all operators: some hours
     python -m tests.op_samples --every 10      # each tenth operator
     python -m tests.op_samples add mul         # these operators
+    python -m tests.op_samples --inductor      # through Inductor, against stock Inductor
     python -m tests.op_samples --errors        # what operators refuse, against stock
     python -m tests.op_samples --leaks         # memory of calls that succeed, and that raise
 
@@ -88,9 +89,10 @@ def samples(
     first: int = 0,
     most: int | None = None,
     both: bool = True,
+    trained: bool = True,
 ) -> Iterator[Sample]:
     """The samples: of float32, of another dtype of each operator (if `both`), and of float32 for
-    training; at most `most` of each, chosen at random but always the same."""
+    training (if also `trained`); at most `most` of each, chosen at random but always the same."""
     chosen = [op for op in op_db if not names or op.name in names]
     for number, op in enumerate(chosen[first::every]):
         supported = op.supported_dtypes("cpu")
@@ -98,7 +100,7 @@ def samples(
         kinds = [(torch.float32, False)] if torch.float32 in supported else []
         if both and others:
             kinds.append((others[number % len(others)], False))
-        if both and torch.float32 in supported and op.supports_autograd:
+        if both and trained and torch.float32 in supported and op.supports_autograd:
             kinds.append((torch.float32, True))
         for dtype, requires_grad in kinds:
             torch.manual_seed(0)
@@ -230,6 +232,22 @@ def check(sample: Sample) -> Verdict:
     return dataclasses.replace(verdict, differs_in_stock=in_stock)
 
 
+def check_inductor(sample: Sample) -> Verdict:
+    """Raises AssertionError where Trident differs from stock, which runs the same kernels."""
+    f = function_of(sample)
+    torch._dynamo.reset()
+    trident.reset_stats()
+    compiled = torch.compile(f)
+    with trident.enable():
+        ours = [outcome(compiled, sample) for _ in range(CALLS)]
+        hits = sum(x.hits + x.raised for x in trident.stats().frames if x.name == "sampled")
+        verdict = _verdict(compiled, hits)
+    stock = outcome(compiled, sample)
+    for number, found in enumerate(ours):
+        _assert_same(sample, found, stock, f"{sample.name}, call {number}")
+    return verdict
+
+
 def _differs(sample: Sample, found: Outcome, expected: Outcome) -> bool:
     try:
         _assert_same(sample, found, expected, "")
@@ -299,7 +317,7 @@ class Report:
         return "\n".join(lines)
 
 
-def run(chosen: Iterator[Sample]) -> Report:
+def run(chosen: Iterator[Sample], check: Callable[[Sample], Verdict] = check) -> Report:
     report = Report(collections.Counter(), collections.Counter(), [], [])
     for sample in chosen:
         try:
@@ -418,6 +436,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--most", type=int, default=None, help="samples of each operator and dtype")
+    parser.add_argument("--inductor", action="store_true")
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--leaks", action="store_true")
     arguments = parser.parse_args()
@@ -429,7 +448,14 @@ def main() -> None:
             warnings.simplefilter("ignore")
             report = part(arguments.every, arguments.first)
     else:
-        report = run(samples(arguments.names, arguments.every, arguments.first, arguments.most))
+        chosen = samples(
+            arguments.names,
+            arguments.every,
+            arguments.first,
+            arguments.most,
+            trained=not arguments.inductor,
+        )
+        report = run(chosen, check_inductor if arguments.inductor else check)
     print(report.text())
     sys.exit(bool(report.wrong))
 

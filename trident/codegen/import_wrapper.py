@@ -352,6 +352,9 @@ class _Importer:
             if kernel is not None:
                 self._kernel(kernel, node)
                 return None
+        match node.func:
+            case ast.Attribute(value=ast.Name(id=owner), attr="copy_") if owner in self._locals:
+                return self._operator(torch.ops.aten.copy_.default, node, node.func.value)
         function = self._function(node.func)
         try:
             kind = self._known.get(function)
@@ -487,13 +490,15 @@ class _Importer:
             label=self.emitter.label(f"{check.line.file}:{check.line.line}"),
         )
 
-    def _operator(self, operator: Any, node: ast.Call) -> Any:
+    def _operator(self, operator: Any, node: ast.Call, *owner: ast.expr) -> Any:
+        """`owner`: the tensor whose method it is."""
         schema = operator._schema
         given: dict[str, ast.expr] = {str(k.arg): k.value for k in node.keywords}
         positional = [a for a in schema.arguments if not a.kwarg_only]
-        if len(node.args) > len(positional):
-            raise UnsupportedGraph(f"{operator} with {len(node.args)} arguments")
-        for argument, value in zip(positional, node.args, strict=False):
+        values = [*owner, *node.args]
+        if len(values) > len(positional):
+            raise UnsupportedGraph(f"{operator} with {len(values)} arguments")
+        for argument, value in zip(positional, values, strict=False):
             if argument.name in given:
                 raise UnsupportedGraph(f"{operator} gets its argument {argument.name} twice")
             given[argument.name] = value
