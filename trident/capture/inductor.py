@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import textwrap
 import weakref
 from collections.abc import Callable
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -153,7 +154,7 @@ def of_callable(function: Any) -> Wrapper | None:
     current: Any = outer
     while True:
         current = _unserializable(current)
-        if _is_graph(current):
+        if _is_graph(current) or _without_operators(current) is not None:
             break
         stage = _stages.get(current) if isinstance(current, FunctionType) else None
         if stage is None:
@@ -166,7 +167,9 @@ def of_callable(function: Any) -> Wrapper | None:
         current = stage.inner
     if runtime is None:
         raise UnsupportedGraph("it has no runtime wrapper of AOTAutograd's")
-    return _wrapper(current, _around(runtime))
+    around = _around(runtime)
+    empty = _without_operators(current)
+    return _wrapper(current, around) if empty is None else empty(around)
 
 
 def _forward(function: Any) -> Any:
@@ -197,6 +200,29 @@ def _is_graph(value: Any) -> bool:
     from torch._inductor.output_code import CompiledFxGraph
 
     return type(value) is CompiledFxGraph
+
+
+def _without_operators(function: Any) -> Callable[[Around], Wrapper] | None:
+    """A graph without operators, which Inductor leaves to FX: what makes its wrapper, or None."""
+    if not isinstance(function, FunctionType) or function.__qualname__ != "make_boxed_func.<locals>.g":
+        return None
+    forward = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)).get("f")
+    method = None if forward is None else forward.cell_contents
+    owner = getattr(method, "__self__", None)
+    if not isinstance(owner, torch.fx.GraphModule) or getattr(method, "__name__", "") != "forward":
+        return None
+    nodes = list(owner.graph.nodes)
+    if any(node.op not in ("placeholder", "output") for node in nodes):
+        return None
+    names = [node.name for node in nodes if node.op == "placeholder"]
+    (returned,) = nodes[-1].args
+    if not isinstance(returned, (tuple, list)) or not all(isinstance(n, torch.fx.Node) for n in returned):
+        return None
+    targets = "".join(f"{name}, " for name in names)
+    results = "".join(f"{node}, " for node in returned)
+    text = (f"({targets}) = args\n" if names else "") + f"return ({results})"
+    body = ast.parse(f"def call(args):\n{textwrap.indent(text, '    ')}").body[0].body  # type: ignore[attr-defined]
+    return lambda around: Wrapper(body, "args", {}, "<graph without operators>", around)
 
 
 def _passes_on(stage: _Stage) -> bool:
@@ -344,10 +370,11 @@ def operator_of(function: Any, has_out: bool) -> Any:
     Inductor calls by name, for tensors; a packet with one overload."""
     if isinstance(function, torch._ops.OpOverload):
         return function
-    if isinstance(function, torch._ops.OpOverloadPacket):
+    found = _functions().get((function, has_out))
+    if found is None and isinstance(function, torch._ops.OpOverloadPacket):
         overloads = function.overloads()
         return getattr(function, overloads[0]) if len(overloads) == 1 else None
-    return _functions().get((function, has_out))
+    return found
 
 
 @functools.cache
@@ -360,4 +387,6 @@ def _functions() -> dict[tuple[Any, bool], Any]:
         (torch.baddbmm, True): aten.baddbmm.out,
         (torch._int_mm, True): aten._int_mm.out,
         (torch.convolution, False): aten.convolution.default,
+        # The other overload is for TorchScript, and calls this one.
+        (aten.index_put_, False): aten.index_put_.default,
     }

@@ -567,6 +567,8 @@ class _Importer:
             return Slot(len(integers) - 1, is_integer=True)
 
         if kind in ("Tensor", "Optional[Tensor]") and value is not None:
+            if type(value) in (bool, int, float, complex):
+                return "number", (value, None)
             return "tensor", operand(value)
         if kind in ("List[Tensor]", "List[Optional[Tensor]]"):
             if not isinstance(value, (list, tuple)):
@@ -605,10 +607,11 @@ def _attribute(owner: Any, name: str) -> Any:
         raise UnsupportedGraph(f"{safe_text(owner)} has no attribute {name}") from None
 
 
-def _fold(operation: ast.operator, left: Any, right: Any) -> int:
-    """A constant expression of ints."""
-    if type(left) is not int or type(right) is not int:
-        raise UnsupportedGraph("arithmetic of something else than ints")
+def _fold(operation: ast.operator, left: Any, right: Any) -> Any:
+    """A constant expression of numbers."""
+    numbers = (int, float, complex)
+    if type(left) not in numbers or type(right) not in numbers:
+        raise UnsupportedGraph("arithmetic of something else than numbers")
     match operation:
         case ast.Add():
             return left + right
