@@ -483,7 +483,8 @@ def _program_reason(built: Built | None, plan_native: bool) -> str:
             return "there is no graph"
         boxed = f", {', '.join(built.boxed)} through the dispatcher" if built.boxed else ""
         caller = "" if plan_native else ", called by Dynamo's code object"
-        return f"{built.n_operators} operators{boxed}{caller}"
+        kernels = f"{built.n_kernels} kernels, " if built.n_kernels else ""
+        return f"{kernels}{built.n_operators} operators{boxed}{caller}"
     why = built.program_reason if built is not None and built.program_reason else None
     return f"{why}; Dynamo's code object runs it" if why else "Dynamo's code object runs it"
 

@@ -23,7 +23,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx.traceback
@@ -78,10 +78,7 @@ class Line:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class TracedGraph:
-    """The operators of a Dynamo graph: `module` is the traced one, or None for `reason`.
-
-    `native`, once it is built, does what the graph does, or returns NotImplemented where stock is
-    to run it."""
+    """The operators of a Dynamo graph: `module` is the traced one, or None for `reason`."""
 
     module: torch.fx.GraphModule | None
     reason: str | None = None
@@ -105,17 +102,32 @@ def runner(
 ) -> Callable[..., tuple[Any, ...]]:
     """What Dynamo's code is to call for its graph: the graph as it is, or its native program once
     there is one and while `enabled`."""
-    traced, forward = _traced(module), module.forward
+    traced = _traced(module)
+    run = native_or(module.forward, traced, enabled)
+    vars(run)[_KEY] = traced
+    return run
+
+
+class HasNative(Protocol):
+    """`native`, once it is built, does what a graph does, or returns NotImplemented where stock is
+    to run it."""
+
+    native: Callable[..., Any] | None
+
+
+def native_or(
+    stock: Callable[..., Any], graph: HasNative, enabled: Callable[[], bool]
+) -> Callable[..., tuple[Any, ...]]:
+    """`stock`, or the native program of `graph` once there is one and while `enabled`."""
 
     def run(*inputs: Any) -> Any:
-        native = traced.native
+        native = graph.native
         if native is not None and enabled():
             outputs = native(*inputs)
             if outputs is not NotImplemented:
                 return outputs
-        return forward(*inputs)
+        return stock(*inputs)
 
-    vars(run)[_KEY] = traced
     return run
 
 

@@ -23,6 +23,8 @@ import torch
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.schemas import OutputType
 
+from trident.capture import dynamo
+from trident.capture.graph import native_or
 from trident.capture.patching import Patches
 from trident.errors import UnsupportedGraph
 
@@ -113,6 +115,18 @@ _WRAPPERS = (
 )
 
 
+def runner(
+    function: Any, wrapper: Wrapper, enabled: Callable[[], bool]
+) -> Callable[..., tuple[Any, ...]]:
+    """What Dynamo's code is to call instead of `function`, the ``__compiled_fn_…`` of the graph of
+    `wrapper`, where the frame around it is not native."""
+    run = native_or(function, wrapper, enabled)
+    vars(run).update(vars(function))
+    vars(run)["_torchdynamo_orig_callable"] = function
+    dynamo.skip_frames_of(run.__code__)
+    return run
+
+
 def install() -> None:
     """Notes what AOTAutograd's runtime wrappers do, from now on. A class that this torch lacks, or
     another that it has, makes functions that are not known here: their graphs stay stock."""
@@ -146,7 +160,8 @@ def of_callable(function: Any) -> Wrapper | None:
     """Inductor's wrapper behind one of Dynamo's ``__compiled_fn_…`` globals; None if Inductor has
     no part in it. Raises UnsupportedGraph, with the reason, if what happens on the way is not
     known."""
-    function = getattr(function, "_torchdynamo_orig_callable", function)
+    while hasattr(function, "_torchdynamo_orig_callable"):
+        function = function._torchdynamo_orig_callable
     outer = _forward(function)
     if outer is None:
         return None
@@ -235,55 +250,88 @@ def _passes_on(stage: _Stage) -> bool:
     return False
 
 
-_UNALIASED = (
-    *(OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view),
-)
-
-
 def _around(stage: _Stage) -> Around:
     wrapper, metadata = stage.wrapper, stage.metadata
     if wrapper.trace_joint:
         raise UnsupportedGraph("it is for training")
-    if metadata.num_mutated_inp_runtime_indices or metadata.grad_enabled_mutation is not None:
-        raise UnsupportedGraph("AOTAutograd updates inputs or a state after it")
+    if metadata.grad_enabled_mutation is not None:
+        raise UnsupportedGraph("AOTAutograd sets the grad mode after it")
     if metadata.tokens:
         raise UnsupportedGraph("it has effects that are ordered by tokens")
-    mutated = ()
+    mutated: tuple[int, ...] = ()
     if stage.keeps_mutations:
         mutated = tuple(metadata.mutated_graph_handled_indices_seen_by_autograd)
+    updated = list(metadata.mutated_inp_runtime_indices)
     handlers: list[Any] = []
-    inputs: list[int] = []
+    inputs: list[int] = list(updated)
     if metadata.num_outputs_aliased:
         handlers = [
             runtime_wrappers.make_output_handler(info, metadata, False)
             for info in metadata.output_info
         ]
         of_input = (OutputType.alias_of_input, OutputType.is_input)
-        inputs = [i.base_idx for i in metadata.output_info if i.output_type in of_input]
+        inputs += [i.base_idx for i in metadata.output_info if i.output_type in of_input]
     marks: list[tuple[int, Any]] = []
     if metadata.dynamic_outputs:
         dimensions = [info.dynamic_dims for info in metadata.output_info]
         marks = [(i, dims) for i, dims in enumerate(dimensions) if dims is not None]
-    epilogue = _epilogue(handlers, tuple(inputs), marks) if handlers or marks else None
+    epilogue = None
+    if updated or handlers or marks:
+        updates = [_update(metadata, i, position) for i, position in enumerate(updated)]
+        epilogue = _epilogue(updates, handlers, tuple(inputs), marks)
     n_results = len(metadata.output_info)
     return Around(wrapper.disable_amp, mutated, epilogue, tuple(inputs), n_results)
 
 
+def _update(metadata: Any, index: int, position: int) -> Callable[[Any, Any], None]:
+    """What the runtime wrapper does to an input that it updates, given the input and what the graph
+    returned for it: see ``_apply_input_mutations`` in torch's runtime_wrappers.py."""
+    info = metadata.input_info[position]
+    streams = metadata.mutated_inp_stream_indices
+    if streams is not None and index < len(streams) and streams[index] is not None:
+        raise UnsupportedGraph("it mutates an input on a stream of the user's")
+    storage, shape, data = info.mutates_storage_metadata, info.mutates_metadata, info.mutates_data
+    is_leaf = info.is_leaf
+
+    def update(original: Any, updated: Any) -> None:
+        if not data and not shape:
+            return
+        if storage:
+            with torch.no_grad():
+                original.set_(updated)
+            return
+        if shape:
+            original.as_strided_(updated.size(), updated.stride(), updated.storage_offset())
+        if data and is_leaf and original.requires_grad:
+            original.detach().copy_(updated)
+        elif data:
+            original.copy_(updated)
+
+    return update
+
+
 def _epilogue(
-    handlers: list[Any], positions: tuple[int, ...], marks: list[tuple[int, Any]]
+    updates: list[Callable[[Any, Any], None]],
+    handlers: list[Any],
+    positions: tuple[int, ...],
+    marks: list[tuple[int, Any]],
 ) -> Callable[[list[Any], list[Any]], list[Any]]:
-    """What the runtime wrapper does with the outputs: its own functions, in its order."""
+    """What the runtime wrapper does after the graph, in its order: updates inputs, makes the outputs
+    that alias something anew, by its own functions, and marks those with dynamic sizes."""
     mark = getattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices", None)
     if mark is None:
         mark = getattr(runtime_wrappers, "maybe_mark_dynamic_helper", None)
     if marks and mark is None:
         raise UnsupportedGraph("this torch marks dynamic outputs in a way that Trident does not know")
+    n_updates = len(updates)
 
     def epilogue(inputs: list[Any], outputs: list[Any]) -> list[Any]:
-        results = outputs
+        for update, original, updated in zip(updates, inputs, outputs, strict=False):
+            update(original, updated)
+        results = outputs[n_updates:]
         if handlers:
             originals = dict(zip(positions, inputs, strict=True))
-            results = [h(originals, outputs, o) for o, h in zip(outputs, handlers, strict=False)]
+            results = [h(originals, results, o) for o, h in zip(results, handlers, strict=False)]
         for position, dimensions in marks:
             mark(results[position], dimensions)
         return results

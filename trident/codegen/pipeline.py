@@ -48,8 +48,8 @@ class Built:
     NULL among them makes it raise (see there). `counts` is the number of rows per operation,
     `build_s` the time that the build took, in seconds. `has_graph`: the frame runs a graph; then
     `program` is its native host program, or None and `program_reason` says why; it has
-    `n_operators` calls of operators, those of `boxed` through the boxed dispatcher. Where there is
-    no plan, Dynamo's code calls the program. A plan that
+    `n_operators` calls of operators, those of `boxed` through the boxed dispatcher, and `n_kernels`
+    of kernels of Inductor's. Where there is no plan, Dynamo's code calls the program. A plan that
     `may_call` code of the user's runs where Dynamo sees that code; one that `uses_globals` (a graph
     is one) is for functions with the globals `globals` only.
     """
@@ -66,6 +66,7 @@ class Built:
     may_call: bool = False
     uses_globals: bool = False
     n_operators: int = 0
+    n_kernels: int = 0
     boxed: tuple[str, ...] = ()
     globals: dict[str, Any] | None = None
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -114,6 +115,8 @@ def build(specialization: Specialization) -> Built:
         _lower(built, emitter.program, code.co_filename, signature)
     if graph is not None and signature is not None and built.program is not None:
         graph.native = _frame.NativeGraph(built.program, signature.inputs, signature.outputs)
+        if isinstance(graph, inductor.Wrapper) and not built.plan_address and known is not None:
+            known.call_natively(compiled_code, graph)
     built.build_s = time.perf_counter() - start
     return built
 
@@ -140,6 +143,15 @@ class _DynamoGlobals:
 
     def graph(self, name: str) -> Any:
         return self._globals.get(name) if name.startswith("__compiled_fn_") else None
+
+    def call_natively(self, code: CodeType, wrapper: inductor.Wrapper) -> None:
+        """Dynamo's `code`, which is not native around its graph, calls the graph's program."""
+        from trident.control import is_enabled
+
+        for name in code.co_names:
+            function = self.graph(name)
+            if function is not None:
+                self._globals[name] = inductor.runner(function, wrapper, is_enabled)
 
     def helpers(self, name: str) -> Any:
         found = self._globals.get(name) if name.startswith("__import_") else None
@@ -280,7 +292,9 @@ def _lower_program(
             built.plan_reason = f"the graph has no host program: {error}"
             built.plan_locals = ()
         return None
-    built.n_operators = len(table.lines)
+    kinds = [name for name, _ in table.steps]
+    built.n_operators = kinds.count("direct") + kinds.count("trident_program_call")
+    built.n_kernels = kinds.count("kernel")
     built.boxed = tuple(sorted({f"{c[0]}.{c[1]}".rstrip(".") for c in table.calls}))
     return table
 
