@@ -28,9 +28,7 @@ class NativeProgram:
     def add_layout(
         self, numbers: list[int], computed: list[tuple[int, int]], dtype: int
     ) -> None: ...
-    def add_check(
-        self, layout: int, alignment: int, function: Any, name: str | None
-    ) -> None: ...
+    def add_check(self, layout: int, alignment: int, function: Any, name: str | None) -> None: ...
     def set_inference(
         self,
         without_autocast: bool,

@@ -242,10 +242,12 @@ class Programs:
             integers=self.rows,
             numbers=[],
             calls=table_calls,
-            lines=[("", "", 0)] * len(calls),
+            lines=[("", "", 0, False)] * len(calls),
             steps=steps,
             memory=memory,
             cudnn=None,
+            layouts=[],
+            checks=[],
         )
         native = make_native(table, {}, "")
         with session():

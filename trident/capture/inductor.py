@@ -1,4 +1,4 @@
-"""What Inductor made of a graph: its generated wrapper, the kernels, and what AOTAutograd does around.
+"""What Inductor made of a graph: its generated wrapper and kernels, and AOTAutograd's part.
 
 Inductor writes a Python module per graph; its function ``call(args)`` allocates, calls kernels and
 operators, and returns. The module's source is there however the graph was compiled, cold or from a
@@ -35,8 +35,8 @@ _stages: weakref.WeakKeyDictionary[Any, _Stage] = weakref.WeakKeyDictionary()
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class _Stage:
-    """`wrapper` made a function around `inner`, for a graph with this `metadata`, of which Inductor's
-    code mutates inputs itself if `keeps_mutations`."""
+    """`wrapper` made a function around `inner`, for a graph with this `metadata`. If
+    `keeps_mutations`, Inductor's code mutates inputs itself."""
 
     wrapper: Any
     inner: Any
@@ -93,7 +93,7 @@ class Wrapper:
         return None if address is None else Kernel(name, address, types)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _library(file: str) -> Any:
     import ctypes
 
@@ -197,7 +197,9 @@ def _forward(function: Any) -> Any:
     if place != ("torch._functorch.aot_autograd", "aot_module_simplified.<locals>.forward"):
         return None
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    parameters = [cells.pop(n).cell_contents for n in ("params_buffers_flat", "params_flat") if n in cells]
+    parameters = [
+        cells.pop(n).cell_contents for n in ("params_buffers_flat", "params_flat") if n in cells
+    ]
     if set(cells) != {"compiled_fn"} or parameters not in ([[]], [()], []):
         raise UnsupportedGraph("AOTAutograd passes parameters of its own to it")
     if not set(code.co_names) <= {"extend", "AssertionError"}:
@@ -219,9 +221,14 @@ def _is_graph(value: Any) -> bool:
 
 def _without_operators(function: Any) -> Callable[[Around], Wrapper] | None:
     """A graph without operators, which Inductor leaves to FX: what makes its wrapper, or None."""
-    if not isinstance(function, FunctionType) or function.__qualname__ != "make_boxed_func.<locals>.g":
+    if (
+        not isinstance(function, FunctionType)
+        or function.__qualname__ != "make_boxed_func.<locals>.g"
+    ):
         return None
-    forward = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)).get("f")
+    forward = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)).get(
+        "f"
+    )
     method = None if forward is None else forward.cell_contents
     owner = getattr(method, "__self__", None)
     if not isinstance(owner, torch.fx.GraphModule) or getattr(method, "__name__", "") != "forward":
@@ -231,7 +238,9 @@ def _without_operators(function: Any) -> Callable[[Around], Wrapper] | None:
         return None
     names = [node.name for node in nodes if node.op == "placeholder"]
     (returned,) = nodes[-1].args
-    if not isinstance(returned, (tuple, list)) or not all(isinstance(n, torch.fx.Node) for n in returned):
+    if not isinstance(returned, (tuple, list)) or not all(
+        isinstance(n, torch.fx.Node) for n in returned
+    ):
         return None
     targets = "".join(f"{name}, " for name in names)
     results = "".join(f"{node}, " for node in returned)
@@ -254,86 +263,50 @@ def _around(stage: _Stage) -> Around:
     wrapper, metadata = stage.wrapper, stage.metadata
     if wrapper.trace_joint:
         raise UnsupportedGraph("it is for training")
-    if metadata.grad_enabled_mutation is not None:
-        raise UnsupportedGraph("AOTAutograd sets the grad mode after it")
+    if metadata.num_mutated_inp_runtime_indices or metadata.grad_enabled_mutation is not None:
+        # Dynamo breaks graphs there, or Inductor's own code does it.
+        raise UnsupportedGraph("AOTAutograd updates inputs or the grad mode after it")
     if metadata.tokens:
         raise UnsupportedGraph("it has effects that are ordered by tokens")
     mutated: tuple[int, ...] = ()
     if stage.keeps_mutations:
         mutated = tuple(metadata.mutated_graph_handled_indices_seen_by_autograd)
-    updated = list(metadata.mutated_inp_runtime_indices)
     handlers: list[Any] = []
-    inputs: list[int] = list(updated)
+    inputs: list[int] = []
     if metadata.num_outputs_aliased:
         handlers = [
             runtime_wrappers.make_output_handler(info, metadata, False)
             for info in metadata.output_info
         ]
         of_input = (OutputType.alias_of_input, OutputType.is_input)
-        inputs += [i.base_idx for i in metadata.output_info if i.output_type in of_input]
+        inputs = [i.base_idx for i in metadata.output_info if i.output_type in of_input]
     marks: list[tuple[int, Any]] = []
     if metadata.dynamic_outputs:
         dimensions = [info.dynamic_dims for info in metadata.output_info]
         marks = [(i, dims) for i, dims in enumerate(dimensions) if dims is not None]
-    epilogue = None
-    if updated or handlers or marks:
-        updates = [_update(metadata, i, position) for i, position in enumerate(updated)]
-        epilogue = _epilogue(updates, handlers, tuple(inputs), marks)
+    epilogue = _epilogue(handlers, tuple(inputs), marks) if handlers or marks else None
     n_results = len(metadata.output_info)
     return Around(wrapper.disable_amp, mutated, epilogue, tuple(inputs), n_results)
 
 
-def _update(metadata: Any, index: int, position: int) -> Callable[[Any, Any], None]:
-    """What the runtime wrapper does to an input that it updates, given the input and what the graph
-    returned for it: see ``_apply_input_mutations`` in torch's runtime_wrappers.py."""
-    info = metadata.input_info[position]
-    streams = metadata.mutated_inp_stream_indices
-    if streams is not None and index < len(streams) and streams[index] is not None:
-        raise UnsupportedGraph("it mutates an input on a stream of the user's")
-    storage, shape, data = info.mutates_storage_metadata, info.mutates_metadata, info.mutates_data
-    is_leaf = info.is_leaf
-
-    def update(original: Any, updated: Any) -> None:
-        if not data and not shape:
-            return
-        if storage:
-            with torch.no_grad():
-                original.set_(updated)
-            return
-        if shape:
-            original.as_strided_(updated.size(), updated.stride(), updated.storage_offset())
-        if data and is_leaf and original.requires_grad:
-            original.detach().copy_(updated)
-        elif data:
-            original.copy_(updated)
-
-    return update
-
-
 def _epilogue(
-    updates: list[Callable[[Any, Any], None]],
-    handlers: list[Any],
-    positions: tuple[int, ...],
-    marks: list[tuple[int, Any]],
+    handlers: list[Any], positions: tuple[int, ...], marks: list[tuple[int, Any]]
 ) -> Callable[[list[Any], list[Any]], list[Any]]:
-    """What the runtime wrapper does after the graph, in its order: updates inputs, makes the outputs
-    that alias something anew, by its own functions, and marks those with dynamic sizes."""
-    mark = getattr(runtime_wrappers, "mark_dynamo_propagated_dynamic_indices", None)
-    if mark is None:
-        mark = getattr(runtime_wrappers, "maybe_mark_dynamic_helper", None)
-    if marks and mark is None:
-        raise UnsupportedGraph("this torch marks dynamic outputs in a way that Trident does not know")
-    n_updates = len(updates)
+    """What the runtime wrapper does after the graph, by its own functions and in its order: makes
+    the outputs that alias something anew, and marks those with dynamic sizes."""
+    names = ("mark_dynamo_propagated_dynamic_indices", "maybe_mark_dynamic_helper")
+    known = [vars(runtime_wrappers)[n] for n in names if hasattr(runtime_wrappers, n)]
+    if marks and not known:
+        raise UnsupportedGraph("this torch marks dynamic outputs in a way that is not known")
 
     def epilogue(inputs: list[Any], outputs: list[Any]) -> list[Any]:
-        for update, original, updated in zip(updates, inputs, outputs, strict=False):
-            update(original, updated)
-        results = outputs[n_updates:]
+        results = outputs
         if handlers:
             originals = dict(zip(positions, inputs, strict=True))
-            results = [h(originals, results, o) for o, h in zip(results, handlers, strict=False)]
+            # After the outputs of the user come the tensors that some are views of.
+            results = [h(originals, outputs, o) for o, h in zip(outputs, handlers, strict=False)]
         for position, dimensions in marks:
-            mark(results[position], dimensions)
+            known[0](results[position], dimensions)
         return results
 
     return epilogue

@@ -219,7 +219,7 @@ def _define_operations() -> None:
     made = {"results": Sequence[ext.Result[TensorType]]}
     _define("operator", {**operands, "name": ir.StringAttr, "object": integer, **label, **made})
     _define("release", {"tensor": tensor})
-    # Of Inductor's wrappers; the object says what the integers are (a Layout, a Check, a KernelCall).
+    # Of Inductor's wrappers; the object says what the integers are: Layout, Check, KernelCall.
     _define("empty_strided", {**operands, "object": integer, **made})
     _define("reinterpret", {**operands, "object": integer, **made})
     _define("check", {**operands, "object": integer, **label})
@@ -228,7 +228,7 @@ def _define_operations() -> None:
     fields = dict.fromkeys(("device", "dtype", "enabled", "cache"), integer)
     _define("autocast_enter", fields)
     _define("autocast_exit", {})
-    _define("yield", operands, terminator=True)
+    _define("yield", {**operands, "nones": integer}, terminator=True)
     _define("program", {"inputs": integer, "body": ext.Region})
     _define(
         "specialization",

@@ -228,7 +228,10 @@ class _Importer:
         if any(is_float(given_by(value)) for value in integers if isinstance(value, torch.fx.Node)):
             raise UnsupportedGraph("a float is an output")
         self.emitter.step(
-            "yield", list(map(self._tensor, tensors)), integers=list(map(self._integer, integers))
+            "yield",
+            list(map(self._tensor, tensors)),
+            integers=list(map(self._integer, integers)),
+            nones=0,
         )
         places = {False: iter(range(len(tensors))), True: iter(range(len(tensors), len(outputs)))}
         self.outputs = [next(places[_is_integer(value)]) for value in outputs]

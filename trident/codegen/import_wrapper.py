@@ -27,8 +27,8 @@ from trident.texts import safe_text
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class Layout:
-    """Sizes, then as many strides, then perhaps an offset: ints, or Slots of integers. `dtype`: of a
-    tensor that is allocated."""
+    """Sizes, then as many strides, then perhaps an offset: ints, or Slots of integers. `dtype`: of
+    a tensor that is allocated."""
 
     numbers: tuple[int | Slot, ...]
     dtype: torch.dtype | None = None
@@ -36,8 +36,8 @@ class Layout:
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class Check:
-    """A tensor must have `layout`, or an address that is a multiple of `alignment` bytes; `function`
-    says so where it has not, given `name` unless that is None."""
+    """A tensor must have `layout`, or an address that is a multiple of `alignment` bytes;
+    `function` says so where it has not, given `name` unless that is None."""
 
     layout: Layout | None
     alignment: int
@@ -66,7 +66,9 @@ def import_wrapper(wrapper: Wrapper, emitter: Emitter) -> Signature:
     places = {position: place for place, position in enumerate(importer.inputs)}
     missing = [p for p in (*around.mutated, *around.epilogue_inputs) if p not in places]
     if missing:
-        raise UnsupportedGraph(f"AOTAutograd uses its input {missing[0]}, which the program does not")
+        raise UnsupportedGraph(
+            f"AOTAutograd uses its input {missing[0]}, which the program does not"
+        )
     inference = Inference(
         around.without_autocast,
         [places[position] for position in around.mutated],
@@ -141,11 +143,9 @@ class _Importer:
         parameter = self.wrapper.parameter
         names: list[str] = []
         match statements[:1]:
-            case [
-                ast.Assign(
-                    targets=[ast.Tuple(elts=targets)], value=ast.Name(id=source)
-                )
-            ] if source == parameter and all(isinstance(t, ast.Name) for t in targets):
+            case [ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Name(id=source))] if (
+                source == parameter and all(isinstance(t, ast.Name) for t in targets)
+            ):
                 names = [t.id for t in targets if isinstance(t, ast.Name)]
                 del statements[0]
         match statements[:1]:
@@ -162,11 +162,11 @@ class _Importer:
         return names
 
     def _numbers(self, statements: list[ast.stmt]) -> set[str]:
-        """The names that are ints, by what they are used for. (The program asks what its inputs are:
-        a name that is missed here, or wrong, leaves the call to stock.)"""
+        """The names that are ints, by what they are used for. (The program asks what its inputs
+        are: a name that is missed here, or wrong, leaves the call to stock.)"""
         found: set[str] = set()
         aliases: dict[str, str] = {}
-        inside = [s for s in statements if not isinstance(s, ast.Return)]
+        inside: list[ast.AST] = [s for s in statements if not isinstance(s, ast.Return)]
         inside += [e for s in statements if isinstance(s, ast.Return) for e in _elements(s)]
         for node in (n for top in inside for n in ast.walk(top)):
             match node:
@@ -226,8 +226,7 @@ class _Importer:
         nones = sum(v is None for v in values)
         if len(tensors) + len(integers) + nones != len(values):
             raise UnsupportedGraph("it returns something else than tensors and ints")
-        named = {"nones": nones} if nones else {}
-        self.emitter.step("yield", tensors, integers=integers, **named)
+        self.emitter.step("yield", tensors, integers=integers, nones=nones)
         order = (
             [i for i, v in enumerate(values) if isinstance(v, ir.Value) and not _is_integer(v)]
             + [i for i, v in enumerate(values) if isinstance(v, ir.Value) and _is_integer(v)]
@@ -439,9 +438,7 @@ class _Importer:
             raise UnsupportedGraph("an allocation without a dtype")
         layout, integers = self._layout(node.args[:2], dtype)
         index = self.emitter.program.objects.add(layout, f"{dtype}")
-        (made,) = self.emitter.step(
-            "empty_strided", [], integers=integers, results=1, object=index
-        )
+        (made,) = self.emitter.step("empty_strided", [], integers=integers, results=1, object=index)
         return made
 
     def reinterpret(self, node: ast.Call, function: Any) -> ir.Value:

@@ -16,10 +16,10 @@ from torch_mlir import ir
 from torch_mlir.dialects import llvm
 
 from trident import _frame
-from trident.codegen.abi import Constants, DirectCall, Integer, Word, address, direct_call
-from trident.codegen.dialect import INTEGER_STEPS, Program, session
 from trident.capture.graph import Line
 from trident.capture.inductor import Kernel
+from trident.codegen.abi import Constants, DirectCall, Integer, Word, address, direct_call
+from trident.codegen.dialect import INTEGER_STEPS, Program, session
 from trident.codegen.import_graph import Call, Inference, Slot
 from trident.codegen.import_wrapper import Check, KernelCall, Layout
 from trident.codegen.registry import register
@@ -591,8 +591,7 @@ def lower_yield(context: _Context, op: ir.Operation) -> None:
         ("integer", place.row) if isinstance(place, Integer) else ("tensor", place)
         for place in places
     ]
-    if "nones" in op.attributes:  # after all others
-        context.outputs += [("none", 0)] * op.attributes["nones"].value
+    context.outputs += [("none", 0)] * op.attributes["nones"].value
 
 
 @program_rule("integer")

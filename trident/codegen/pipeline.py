@@ -250,9 +250,7 @@ def _lower_guards(built: Built, program: Program) -> None:
         built.counts = built.table.counts()
 
 
-def _lower(
-    built: Built, program: Program, file: str, signature: Signature | None = None
-) -> None:
+def _lower(built: Built, program: Program, file: str, signature: Signature | None = None) -> None:
     """Makes native code of the plan and the host program, where there are any."""
     inference = None if signature is None else signature.inference
     table = _lower_program(built, program, file, inference)
