@@ -185,6 +185,15 @@ def _global(method: str, then: Any) -> Any:
     return build
 
 
+MODULE = types.ModuleType("module_of_a_guard")
+
+
+def _module(manager: Any, root: Any) -> Any:
+    """Below a module that Dynamo's lambda gives whatever the locals are (an ImportSource)."""
+    found = root.lambda_manager(lambda _, m=MODULE: m, "module", MODULE, DEFAULT)
+    return child("getattr_manager", "name", then=1)(found, root)
+
+
 FUNCTIONS: list[State] = [
     *changed(
         function,
@@ -386,6 +395,15 @@ ACCESSORS: dict[str, list[Case]] = {
     "lambda_manager": [
         Case(child("lambda_manager", lambda x: x + 1, then=2), const(1, 2, "a", 1.0)),
         Case(child("lambda_manager", lambda x: x.a, then=1), attribute_states(Box())),
+        Case(
+            _module,
+            [
+                lambda: setattr(MODULE, "name", 1),
+                lambda: setattr(MODULE, "name", 2),
+                lambda: setattr(MODULE, "name", 1),
+                lambda: delattr(MODULE, "name"),
+            ],
+        ),
     ],
     "global_weakref_manager": [
         Case(

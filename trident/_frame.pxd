@@ -71,6 +71,7 @@ cdef extern from "runtime/program.h" namespace "trident":
         int cudnn
         cbool without_grad
         cbool without_autocast
+        cbool keeps_gil
         vector[int] mutated
         PyObject *epilogue
         vector[int] epilogue_inputs

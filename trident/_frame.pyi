@@ -36,6 +36,7 @@ class NativeProgram:
         epilogue: Any,
         epilogue_inputs: list[int],
         n_results: int,
+        keeps_gil: bool,
     ) -> None: ...
     def finish(
         self,

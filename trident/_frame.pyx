@@ -124,17 +124,18 @@ cdef class NativeProgram:
             _propagate()
 
     def set_inference(self, cbool without_autocast, list mutated, epilogue, list epilogue_inputs,
-                      int n_results) -> None:
+                      int n_results, cbool keeps_gil) -> None:
         """The graph is one that AOTAutograd compiled for inference: it runs with gradients off,
         advances the versions of the inputs `mutated` first, and what it returns is what `epilogue`
         (unless None), called with these inputs and the outputs, makes of them: `n_results` objects.
-        After `finish`."""
+        `keeps_gil`: it takes too little time for another thread to use it. After `finish`."""
         for position in (*mutated, *epilogue_inputs):
             if not 0 <= position < self.native.n_inputs:
                 raise ValueError(f"input {position} of {self.native.n_inputs}")
         self._kept.append(epilogue)
         self.native.without_grad = True
         self.native.without_autocast = without_autocast
+        self.native.keeps_gil = keeps_gil
         self.native.mutated = mutated
         if epilogue is not None:
             self.native.epilogue_inputs = epilogue_inputs

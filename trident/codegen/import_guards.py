@@ -12,7 +12,9 @@ expressed, raises :class:`UnsupportedGuard`, and the specialization stays stock.
 
 from __future__ import annotations
 
+import inspect
 import re
+from types import FunctionType
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -427,8 +429,26 @@ def fetch_call_no_args(context: Context, value: Value, key: Any) -> ir.Value:
     return context.fetch("call_no_args", value)
 
 
+_RETURNS_DEFAULT = (lambda _, found=None: found).__code__
+
+
+def _returns_default(function: Any) -> bool:
+    """Is it ``lambda _, m=module: m``, by which Dynamo finds the module of an ImportSource?"""
+    if not isinstance(function, FunctionType) or len(function.__defaults__ or ()) != 1:
+        return False
+    code, same = function.__code__, _RETURNS_DEFAULT
+    names = ("co_code", "co_argcount", "co_kwonlyargcount", "co_posonlyargcount")
+    starred = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+    return not code.co_flags & starred and all(
+        getattr(code, name) == getattr(same, name) for name in names
+    )
+
+
 @accessor_rule("lambda_manager")
 def fetch_lambda(context: Context, value: Value, key: Any) -> ir.Value:
+    if value is None and _returns_default(key):
+        (module,) = key.__defaults__
+        return context.fetch_root("globals", value, object=context.object(module))
     return context.fetch("call", value, object=context.object(key))
 
 

@@ -10,6 +10,7 @@ computes first; what uses one loads it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from torch_mlir import ir
@@ -343,8 +344,23 @@ def make_native(
             inference.epilogue,
             inference.epilogue_inputs,
             inference.n_results,
+            _is_small(table),
         )
     return native
+
+
+# What kernels do to so many elements takes less time than a switch of threads, and stock's wrappers
+# keep the GIL in any case.
+_SMALL = 1 << 14
+
+
+def _is_small(table: ProgramTable) -> bool:
+    """Does the program only call kernels, on tensors that are known to be small?"""
+    steps = [name for name, _ in table.steps]
+    if table.calls or "direct" in steps or any(computed for _, computed, _ in table.layouts):
+        return False
+    sizes = [numbers[: len(numbers) // 2] for numbers, _, _ in table.layouts]
+    return steps.count("kernel") * sum(map(math.prod, sizes)) < _SMALL
 
 
 class _Context:

@@ -215,6 +215,19 @@ void raise_current(const ProgramState &state) {
   if (at.line != 0) _PyTraceback_Add(at.function.c_str(), at.file.c_str(), at.line);
 }
 
+/* Gives the GIL to other threads, as pybind11's guard does with more ado. */
+class WithoutGil {
+public:
+  explicit WithoutGil(bool release) : thread_(release ? PyEval_SaveThread() : nullptr) {}
+  WithoutGil(const WithoutGil &) = delete;
+  ~WithoutGil() {
+    if (thread_ != nullptr) PyEval_RestoreThread(thread_);
+  }
+
+private:
+  PyThreadState *thread_;
+};
+
 /* Runs everything between taking the inputs and wrapping the outputs; false with an error set. */
 bool execute(ProgramState *state) {
   const bool grad_mode = c10::GradMode::is_enabled();
@@ -223,7 +236,7 @@ bool execute(ProgramState *state) {
   bool ok = true;
   std::exception_ptr failure;
   {
-    pybind11::gil_scoped_release no_gil;
+    WithoutGil no_gil(!state->program->keeps_gil);
     c10::WarningUtils::WarningHandlerGuard guard(&state->warnings);
     std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
     if (state->program->without_autocast) no_autocast.emplace(c10::autocast_dispatch_keyset);

@@ -106,6 +106,7 @@ struct HostProgram {
   std::vector<ProgramCheck> checks;
   /* For the graphs that AOTAutograd compiles for inference: what its wrapper does around them. */
   bool without_grad = false, without_autocast = false;
+  bool keeps_gil = false; /* it is done before another thread could make use of it */
   std::vector<int> mutated; /* inputs whose version it advances first */
   PyObject *epilogue = nullptr; /* called with the list of these inputs and of outputs; its result is; borrowed */
   std::vector<int> epilogue_inputs;
