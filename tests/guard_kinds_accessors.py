@@ -401,7 +401,7 @@ ACCESSORS: dict[str, list[Case]] = {
                 lambda: setattr(MODULE, "name", 1),
                 lambda: setattr(MODULE, "name", 2),
                 lambda: setattr(MODULE, "name", 1),
-                lambda: delattr(MODULE, "name"),
+                lambda: vars(MODULE).pop("name", None) and None,
             ],
         ),
     ],

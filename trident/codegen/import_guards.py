@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from types import FunctionType
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeAlias
 
 from torch_mlir import ir
