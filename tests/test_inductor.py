@@ -316,7 +316,106 @@ def test_custom_operators() -> None:
     check(f, lambda: (ones(4), ones(4)))
 
 
+def in_branches(x: Any, w: Any) -> Any:
+    y = torch.mm(x, w)
+
+    def positive(y: Any, w: Any) -> Any:
+        return torch.mm(y, w) + 1, torch.cond(y.max() > 8, torch.sin, torch.cos, (y,))
+
+    z, u = torch.cond(y.sum() > 0, positive, lambda y, w: (y - 1, y * w), (y, w))
+    return z * 2, u, y
+
+
+@torch.compiler.nested_compile_region
+def region(x: Any, w: Any) -> Any:
+    return torch.relu(torch.mm(x, w)) + 1
+
+
+def in_regions(x: Any, w: Any) -> Any:
+    return region(region(x, w), w) * 2
+
+
+@pytest.mark.parametrize("f", [in_branches, in_regions])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_subgraphs(f: Any, dynamic: bool | None) -> None:
+    """Of ``torch.cond`` one branch runs; a nested region's code is there once."""
+    factors = [1.0, -1.0, 5.0, 1.0, -1.0, 5.0]
+
+    def make() -> Any:
+        factor = factors[0]
+        factors.append(factors.pop(0))
+        return ones(4, 4) * factor, ones(4, 4)
+
+    with torch.no_grad():
+        compiled = torch.compile(f, dynamic=dynamic)
+        ours, stock = natively_and_stock(compiled, make, calls=len(factors))
+    assert_same(ours[1:], stock[1:])
+    assert set(native_programs(f.__name__)) == {True}
+
+
+def test_errors_in_branches() -> None:
+    table = ones(3)
+
+    def f(x: Any, i: Any) -> Any:
+        return torch.cond(x.sum() > 0, lambda x, i: table[i] * x, lambda x, i: table[i] - x, (x, i))
+
+    compiled = torch.compile(f)
+    good, bad = torch.tensor([1, 2]), torch.tensor([1, 9])
+    with torch.no_grad():
+        for x in (ones(2), -ones(2)):
+            compiled(x, good)
+            with pytest.raises(RuntimeError) as expected:
+                compiled(x, bad)
+            with trident.enable():
+                for _ in range(2):
+                    compiled(x, good)
+                with pytest.raises(RuntimeError) as found:
+                    compiled(x, bad)
+            assert str(found.value) == str(expected.value)
+    assert native_programs("f") == [True]
+
+
+def test_division_by_zero_in_a_kernel() -> None:
+    def f(x: Any, y: Any) -> Any:
+        return torch.div(x, y, rounding_mode="floor") + 1
+
+    compiled = torch.compile(f)
+    x, good, bad = (torch.tensor([8, 9, n]) for n in (1, 2, 0))
+    compiled(x, good)
+    expected = _raised(compiled, x, bad)
+    with trident.enable():
+        for _ in range(3):
+            compiled(x, good)
+        assert _raised(compiled, x, bad) == expected
+    assert native_programs("f") == [True]
+
+
+def _raised(f: Callable[..., Any], *inputs: Any) -> tuple[type, str] | None:
+    try:
+        f(*inputs)
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
 # ---- shapes and specializations ----
+
+
+def test_conditions_on_sizes() -> None:
+    """Stock raises where a condition of the user's does not hold."""
+
+    def f(x: Any, y: Any) -> Any:
+        torch._check(x.size(0) * 2 < 40)
+        return torch.mm(x, y) * 2
+
+    compiled = torch.compile(f, dynamic=True)
+    with trident.enable():
+        for n in (3, 4, 5, 6):
+            compiled(ones(n, 4), ones(4, n))
+        ours = compiled(ones(7, 4), ones(4, 7))
+        too_large = _raised(compiled, ones(21, 4), ones(4, 21))
+    assert_same(ours, compiled(ones(7, 4), ones(4, 7)))
+    assert too_large == _raised(compiled, ones(21, 4), ones(4, 21))
 
 
 def test_sizes_are_computed_natively() -> None:
@@ -395,20 +494,13 @@ def test_a_stock_check_of_strides_raises() -> None:
 
     compiled = torch.compile(f)
     good, bad = torch.zeros(2, 3), torch.ones(2, 3)
-    bad_message = _message(compiled, bad, [good])
+    compiled(good)
+    expected = _raised(compiled, bad)
     with trident.enable():
-        assert _message(compiled, bad, [good] * 4) == bad_message
+        for _ in range(4):
+            compiled(good)
+        assert _raised(compiled, bad) == expected
         assert_same(compiled(good), torch.ones(3, 2))
-
-
-def _message(compiled: Any, bad: Any, before: list[Any]) -> tuple[type, str] | None:
-    for x in before:
-        compiled(x)
-    try:
-        compiled(bad)
-    except Exception as error:
-        return type(error), str(error)
-    return None
 
 
 def test_errors_of_kernels_and_operators() -> None:

@@ -79,6 +79,15 @@ class Wrapper:
     around: Around
     native: Callable[..., Any] | None = None
     kernel_types: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    functions: dict[str, ast.FunctionDef] = dataclasses.field(default_factory=dict)
+    codes: list[CodeType] = dataclasses.field(default_factory=list)
+
+    def subgraph(self, name: str) -> ast.FunctionDef | None:
+        """The function of the module that the global `name` is, if it is one."""
+        function, definition = self.names.get(name), self.functions.get(name)
+        if definition is None or not isinstance(function, FunctionType):
+            return None
+        return definition if function.__code__ in self.codes else None
 
     def kernel(self, name: str) -> Kernel | None:
         """The C++ kernel that the global `name` calls, if it is one."""
@@ -326,7 +335,8 @@ def _wrapper(graph: Any, around: Around) -> Wrapper:
     except (SyntaxError, ValueError, TypeError) as error:
         raise UnsupportedGraph(f"Inductor's source of it cannot be read: {error}") from None
     definition = _definition(tree, function.__code__.co_firstlineno)
-    if definition is None or function.__code__ not in _codes(compiled):
+    codes = _codes(compiled)
+    if definition is None or function.__code__ not in codes:
         raise UnsupportedGraph("Inductor's source is not what runs")
     arguments = definition.args.args
     if isinstance(method, MethodType):
@@ -340,6 +350,8 @@ def _wrapper(graph: Any, around: Around) -> Wrapper:
         file,
         around,
         kernel_types=_kernel_types(tree),
+        functions={node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)},
+        codes=codes,
     )
 
 

@@ -144,7 +144,11 @@ PLAN_EFFECTS: dict[str, tuple[str, ...]] = {
     "store_cell": ("object",),
 }
 # Steps of a program that compute an integer of two.
-INTEGER_STEPS = ("add", "multiply", "floor_divide", "modulo", "minimum", "maximum")
+# The last ones send the call to stock unless they hold.
+INTEGER_STEPS = (
+    *("add", "multiply", "floor_divide", "modulo", "minimum", "maximum"),
+    *("require_less", "require_less_equal", "require_equal", "require_different"),
+)
 PLAN_OPS = (
     *("argument", "free_variable", "constant", "return", "run_code", "run_program"),
     *PLAN_STEPS,
@@ -224,6 +228,9 @@ def _define_operations() -> None:
     _define("reinterpret", {**operands, "object": integer, **made})
     _define("check", {**operands, "object": integer, **label})
     _define("kernel", {**operands, "object": integer, **label})
+    branches = {"then": ext.Region, "otherwise": ext.Region}
+    _define("branch", {"condition": tensor, **label, **made, **branches})
+    _define("give", {"tensors": Sequence[tensor]}, terminator=True)  # type: ignore[valid-type]
     _define("grad_mode", {"enabled": integer})
     fields = dict.fromkeys(("device", "dtype", "enabled", "cache"), integer)
     _define("autocast_enter", fields)
@@ -491,6 +498,21 @@ class Emitter:
             ip=self.body,
         )
         return list(operation.results)
+
+    def branch(
+        self, condition: ir.Value, results: int, label: int
+    ) -> tuple[list[ir.Value], list[ir.InsertionPoint]]:
+        """Append a ``scm.branch``; returns its results, and where the steps of its branches go."""
+        operation = ir.Operation.create(
+            "scm.branch",
+            results=[self._tensor_type] * results,
+            operands=[condition],
+            attributes={"label": self.integer(label)},
+            regions=2,
+            ip=self.body,
+        )
+        points = [ir.InsertionPoint(region.blocks.append()) for region in operation.regions]
+        return list(operation.results), points
 
     def integer_step(self, name: str, operands: Sequence[ir.Value], **attributes: int) -> ir.Value:
         """Append a step to the ``scm.program`` whose result is an integer."""

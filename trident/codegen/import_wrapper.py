@@ -104,12 +104,13 @@ class _Importer:
         self._locals: dict[str, Any] = {}
         self._constants: dict[str, ir.Value] = {}
         self._returned = False
+        self._depth = 0
 
     # Statements
 
     def run(self) -> None:
         statements = list(self.wrapper.body)
-        names = self._arguments(statements)
+        names = _unpacked(statements, self.wrapper.parameter)
         used = {name for statement in statements for name in _names(statement)}
         numbers = self._numbers(statements)
         self.emitter.start_program(len(names))
@@ -137,29 +138,6 @@ class _Importer:
                 raise UnsupportedGraph(f"{error} (Inductor: {safe_text(text)})") from None
         if not self._returned:
             raise UnsupportedGraph("it does not return")
-
-    def _arguments(self, statements: list[ast.stmt]) -> list[str]:
-        """Takes away what unpacks the list of arguments; returns their names."""
-        parameter = self.wrapper.parameter
-        names: list[str] = []
-        match statements[:1]:
-            case [ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Name(id=source))] if (
-                source == parameter and all(isinstance(t, ast.Name) for t in targets)
-            ):
-                names = [t.id for t in targets if isinstance(t, ast.Name)]
-                del statements[0]
-        match statements[:1]:
-            case [
-                ast.Expr(
-                    value=ast.Call(
-                        func=ast.Attribute(value=ast.Name(id=source), attr="clear"), args=[]
-                    )
-                )
-            ] if source == parameter:
-                del statements[0]
-        if any(parameter in _names(statement) for statement in statements):
-            raise UnsupportedGraph("it takes its arguments in a way that is not known")
-        return names
 
     def _numbers(self, statements: list[ast.stmt]) -> set[str]:
         """The names that are ints, by what they are used for. (The program asks what its inputs
@@ -198,10 +176,121 @@ class _Importer:
                     self._drop(target.id)  # type: ignore[attr-defined]
             case ast.Return(value=ast.Tuple(elts=elements)):
                 self._return(elements)
+            case ast.If(
+                test=ast.UnaryOp(op=ast.Not(), operand=condition),
+                body=[ast.Raise(cause=None)],
+                orelse=[],
+            ):
+                self._require(condition)
+            case ast.If(
+                test=ast.Call(
+                    func=ast.Attribute(value=condition, attr="item"), args=[], keywords=[]
+                ),
+                body=body,
+                orelse=orelse,
+            ) if orelse:
+                self._branch(statement, self._tensor(condition), [body, orelse])
             case ast.Pass():
                 pass
             case _:
                 raise UnsupportedGraph("a statement that is not known")
+
+    def _require(self, condition: ast.expr) -> None:
+        """Stock runs the graph, and raises, where this does not hold of the inputs' sizes."""
+        match condition:
+            case ast.BoolOp(op=ast.And(), values=conditions):
+                for part in conditions:
+                    self._require(part)
+            case ast.Compare(left=left, ops=operations, comparators=others):
+                for operation, right in zip(operations, others, strict=True):
+                    if type(operation) not in _REQUIRED:
+                        raise UnsupportedGraph("a condition that is not known")
+                    name, swapped = _REQUIRED[type(operation)]
+                    values = [self._integer(self._expression(node)) for node in (left, right)]
+                    self.emitter.integer_step(name, values[::-1] if swapped else values)
+                    left = right
+            case _:
+                raise UnsupportedGraph("a condition that is not known")
+
+    def _branch(
+        self, statement: ast.stmt, condition: ir.Value, bodies: list[list[ast.stmt]]
+    ) -> None:
+        """Of two subgraphs one runs; what both put into one name is what comes out."""
+        before, kept = self._locals, set(self._locals)
+        label = self.emitter.label(f"{self.wrapper.file}:{statement.lineno}")
+        outside = self.emitter.body
+        names = [name for name in _assigned(bodies[0]) if name in _assigned(bodies[1])]
+        counts = self._counts_of_subgraphs(bodies, names)
+        results, points = self.emitter.branch(condition, sum(counts), label)
+        for body, point in zip(bodies, points, strict=True):
+            self._locals, self.emitter.body = dict(before), point
+            for inner in body:
+                self._statement(inner)
+            given = [tensor for name in names for tensor in _tensors(self._locals.get(name))]
+            if len(given) != len(results):
+                raise UnsupportedGraph("branches that give different things")
+            self.emitter.step("give", given)
+            kept &= set(self._locals)
+        self.emitter.body = outside
+        self._locals = {name: value for name, value in before.items() if name in kept}
+        made = iter(results)
+        for name, count in zip(names, counts, strict=True):
+            self._locals[name] = _Several([next(made) for _ in range(count)])
+
+    def _counts_of_subgraphs(self, bodies: list[list[ast.stmt]], names: list[str]) -> list[int]:
+        """How many tensors each of `names`, which a subgraph gives in either branch, is."""
+        counts: list[dict[str, int]] = []
+        for body in bodies:
+            found = {}
+            for statement in body:
+                match statement:
+                    case ast.Assign(
+                        targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id=function))
+                    ) if (definition := self.wrapper.subgraph(function)) is not None:
+                        returned = definition.body[-1]
+                        if isinstance(returned, ast.Return):
+                            found[name] = len(_elements(returned))
+            counts.append(found)
+        first, second = counts
+        given = [name for name in names if name in first and first[name] == second.get(name)]
+        names[:] = given
+        return [first[name] for name in given]
+
+    def _subgraph(self, definition: ast.FunctionDef, node: ast.Call) -> Any:
+        """A function of the module, called with one list, which it clears: its statements."""
+        parameters = definition.args.args
+        if len(parameters) != 1 or len(node.args) != 1 or node.keywords:
+            raise UnsupportedGraph("a subgraph with other arguments")
+        values = self._expression(node.args[0])
+        if not isinstance(values, list):
+            raise UnsupportedGraph("a subgraph whose arguments are no list")
+        if self._depth >= _DEEPEST:
+            raise UnsupportedGraph(f"subgraphs nested {_DEEPEST} deep")
+        statements = list(definition.body)
+        names = _unpacked(statements, parameters[0].arg)
+        if len(names) != len(values):
+            raise UnsupportedGraph("a subgraph with another number of arguments")
+        outside = self._locals
+        if isinstance(node.args[0], ast.Name):  # the list is empty from here on
+            outside[node.args[0].id] = []
+        # What is outside stays alive, under names that no statement has.
+        kept = {f"{self._depth} {name}": value for name, value in outside.items()}
+        self._locals = {**kept, **dict(zip(names, values, strict=True))}
+        self._depth += 1
+        for statement in statements[:-1]:
+            self._statement(statement)
+        match statements[-1:]:
+            case [ast.Return(value=ast.Tuple(elts=elements))]:
+                returned = [self._expression(element) for element in elements]
+            case _:
+                raise UnsupportedGraph("a subgraph that returns in a way that is not known")
+        self._depth -= 1
+        inside, self._locals = self._locals, outside
+        # Its names are gone; what it returns, and what is outside, is not.
+        self._locals["subgraph's results"] = _Several(returned)
+        for name in set(inside) - set(kept):
+            self._forget(inside[name])
+        return self._locals.pop("subgraph's results")
 
     def _drop(self, name: str) -> None:
         """`name` is deleted, or another thing from now on; inputs belong to the caller."""
@@ -248,8 +337,9 @@ class _Importer:
                 return self._call(node) if found is _NOTHING else found
             case ast.Subscript(value=value, slice=ast.Constant(value=int(index))):
                 source = self._expression(value)
-                if isinstance(source, _Several) and index < len(source.items):
-                    return source.items[index]
+                items = source.items if isinstance(source, _Several) else source
+                if isinstance(items, list) and index < len(items):
+                    return items[index]
                 raise UnsupportedGraph("an item of something else than an operator's results")
             case ast.Tuple(elts=elements):
                 return tuple(map(self._expression, elements))
@@ -351,6 +441,9 @@ class _Importer:
             if kernel is not None:
                 self._kernel(kernel, node)
                 return None
+            subgraph = self.wrapper.subgraph(node.func.id)
+            if subgraph is not None:
+                return self._subgraph(subgraph, node)
         match node.func:
             case ast.Attribute(value=ast.Name(id=owner), attr="copy_") if owner in self._locals:
                 return self._operator(torch.ops.aten.copy_.default, node, node.func.value)
@@ -582,6 +675,16 @@ class _Importer:
 
 
 _NOTHING: Any = object()
+_DEEPEST = 16
+# The step, and whether its operands are the other way round.
+_REQUIRED: dict[type[ast.cmpop], tuple[str, bool]] = {
+    ast.Lt: ("require_less", False),
+    ast.LtE: ("require_less_equal", False),
+    ast.Gt: ("require_less", True),
+    ast.GtE: ("require_less_equal", True),
+    ast.Eq: ("require_equal", False),
+    ast.NotEq: ("require_different", False),
+}
 _SYMBOL = re.compile(r"s\d+")  # as Inductor names the sizes that are inputs
 _BINARY: dict[type[ast.operator], str] = {
     ast.Add: "add",
@@ -605,8 +708,10 @@ def _attribute(owner: Any, name: str) -> Any:
 
 
 def _fold(operation: ast.operator, left: Any, right: Any) -> Any:
-    """A constant expression of numbers."""
+    """A constant expression of numbers; or ``[None] * 2``, say."""
     numbers = (int, float, complex)
+    if isinstance(operation, ast.Mult) and isinstance(left, list) and type(right) is int:
+        return left * right
     if type(left) not in numbers or type(right) not in numbers:
         raise UnsupportedGraph("arithmetic of something else than numbers")
     match operation:
@@ -639,8 +744,41 @@ def _has_value(value: Any) -> bool:
 
 def _tensors(value: Any) -> list[ir.Value]:
     if isinstance(value, _Several):
-        return [tensor for item in value.items for tensor in _tensors(item)]
+        value = value.items
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
     return [value] if _is_value(value) and not _is_integer(value) else []
+
+
+def _unpacked(statements: list[ast.stmt], parameter: str) -> list[str]:
+    """Takes away what unpacks the list `parameter` and clears it; returns the names."""
+    names: list[str] = []
+    match statements[:1]:
+        case [ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Name(id=source))] if (
+            source == parameter and all(isinstance(t, ast.Name) for t in targets)
+        ):
+            names = [t.id for t in targets if isinstance(t, ast.Name)]
+            del statements[0]
+    match statements[:1]:
+        case [
+            ast.Expr(
+                value=ast.Call(func=ast.Attribute(value=ast.Name(id=source), attr="clear"), args=[])
+            )
+        ] if source == parameter:
+            del statements[0]
+    if any(parameter in _names(statement) for statement in statements):
+        raise UnsupportedGraph("it takes its arguments in a way that is not known")
+    return names
+
+
+def _assigned(statements: list[ast.stmt]) -> list[str]:
+    return [
+        target.id
+        for statement in statements
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    ]
 
 
 def _elements(statement: ast.Return) -> list[ast.AST]:

@@ -32,11 +32,15 @@ _MEMORY = "program_constants"
 _STEPS_PER_FUNCTION = 64
 
 
+Steps = list[tuple[str, tuple[Any, ...]]]
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class ProgramTable:
     """What a ``_frame.NativeProgram`` is made of, and `steps`: (runtime function, its integers),
-    ("direct", (DirectCall, step)) or ("kernel", (Kernel, its arguments, step)). `memory` holds the
-    constants of direct calls."""
+    ("direct", (DirectCall, step)), ("kernel", (Kernel, its arguments, step)) or ("branch", (slot of
+    the condition, the steps of either branch, step)). `memory` holds the constants of direct calls.
+    """
 
     n_inputs: int
     n_slots: int
@@ -46,7 +50,7 @@ class ProgramTable:
     numbers: list[tuple[int, int]]
     calls: list[tuple[str, str, list[tuple[str, Any]], list[Any]]]
     lines: list[tuple[str, str, int, bool]]
-    steps: list[tuple[str, tuple[Any, ...]]]
+    steps: Steps
     memory: Constants
     cudnn: bool | None
     layouts: list[tuple[list[int], list[tuple[int, int]], int]]
@@ -61,12 +65,14 @@ def lower_program(program: Program) -> ProgramTable:
             raise UnsupportedGraph("there is no scm.program")
         context = _Context(program)
         for view in block:
-            op = view.operation
-            rule = PROGRAM_RULES.get(op.name)
-            if rule is None:
-                raise UnsupportedGraph(f"{op.name} has no rule in trident/codegen/lower_program.py")
-            rule(context, op)
+            context.lower(view.operation)
         return context.table()
+
+
+def all_steps(steps: Steps) -> Steps:
+    """`steps`, and those of their branches."""
+    inner = [step for name, values in steps if name == "branch" for step in values[1]]
+    return [*steps, *(found for branch in inner for found in all_steps(branch))]
 
 
 def emit_program(table: ProgramTable, module: ir.Module) -> tuple[dict[str, int], Any]:
@@ -74,26 +80,28 @@ def emit_program(table: ProgramTable, module: ir.Module) -> tuple[dict[str, int]
     and what keeps its constants alive."""
     with session():
         writer = _Writer(module)
-        steps = table.steps
-        for number, (name, values) in enumerate(steps):
-            if number % _STEPS_PER_FUNCTION == 0:
-                writer.next_part()
-            if name == "kernel":
-                writer.kernel(*values)
-            elif name == "direct":
-                released = steps[number + 1][1][0] if _is_released_after(steps, number) else -1
-                call, step = values
-                writer.direct(call, step, released)
-            elif not _is_released_after(steps, number - 1):
-                writer.call(name, values)
+        writer.function(PROGRAM_ENTRY, table.steps)
         return writer.finish(table.memory)
 
 
-def _is_released_after(steps: list[tuple[str, tuple[Any, ...]]], number: int) -> bool:
+def _is_released_after(steps: Steps, number: int) -> bool:
     """Is that step a direct call after which a tensor is released? One call does both: fewer calls
     are compiled faster."""
     pair = [name for name, _ in steps[max(number, 0) : number + 2]]
     return pair == ["direct", "trident_program_release"]
+
+
+@dataclasses.dataclass(slots=True)
+class _Part:
+    """The function that is being written: what it has loaded of the program's state."""
+
+    block: ir.Block
+    state: ir.Value = None
+    slots: ir.Value = None
+    step: ir.Value = None
+    integers: ir.Value = None
+    constants: dict[tuple[str, int], ir.Value] = dataclasses.field(default_factory=dict)
+    memory: ir.Value | None = None
 
 
 class _Writer:
@@ -107,41 +115,70 @@ class _Writer:
         self._external = ir.Attribute.parse("#llvm.linkage<external>")
         self._no_flags = ir.IntegerAttr.get(self._types["i32"], 0)
         self._symbols: dict[str, int] = {}
-        self._n_parts = 0
+        self._n_functions = 0
         self._has_memory = False
-        self._constants: dict[tuple[str, int], ir.Value] = {}
-        self._memory: ir.Value | None = None
+        self._part: _Part
 
     def finish(self, memory: Constants) -> tuple[dict[str, int], Any]:
-        self._end_part()
-        block = self._function(PROGRAM_ENTRY)
-        with ir.InsertionPoint(block):
-            for number in range(1, self._n_parts + 1):
-                llvm.CallOp(None, [block.arguments[0]], [], [], callee=f"{PROGRAM_ENTRY}_{number}")
-            llvm.ReturnOp()
         keepalive = None
         if self._has_memory:
             self._symbols[_MEMORY], keepalive = memory.freeze()
         return self._symbols, keepalive
 
-    def next_part(self) -> None:
-        """Go on in a new function."""
-        self._end_part()
-        self._n_parts += 1
-        self._block = self._function(f"{PROGRAM_ENTRY}_{self._n_parts}")
-        self._constants = {}
-        self._memory = None
-        self._state = self._block.arguments[0]
-        with ir.InsertionPoint(self._block):
-            self._slots = llvm.LoadOp(self._types["!llvm.ptr"], self._state).result
-            self._step = self._element(self._state, 1)
-            integers = self._element(self._state, 2)
-            self._integers = llvm.LoadOp(self._types["!llvm.ptr"], integers).result
-
-    def _end_part(self) -> None:
-        if self._n_parts:
-            with ir.InsertionPoint(self._block):
+    def function(self, name: str, steps: Steps) -> None:
+        """The function `name`, which takes these steps, in parts."""
+        parts = []
+        for first in range(0, len(steps), _STEPS_PER_FUNCTION):
+            self._n_functions += 1
+            parts.append(f"{PROGRAM_ENTRY}_{self._n_functions}")
+            self._start(parts[-1])
+            for number in range(first, min(first + _STEPS_PER_FUNCTION, len(steps))):
+                self._step_at(steps, number)
+            with ir.InsertionPoint(self._part.block):
                 llvm.ReturnOp()
+        block = self._function(name)
+        with ir.InsertionPoint(block):
+            for part in parts:
+                llvm.CallOp(None, [block.arguments[0]], [], [], callee=part)
+            llvm.ReturnOp()
+
+    def _step_at(self, steps: Steps, number: int) -> None:
+        name, values = steps[number]
+        if name == "kernel":
+            self.kernel(*values)
+        elif name == "branch":
+            self.branch(*values)
+        elif name == "direct":
+            released = steps[number + 1][1][0] if _is_released_after(steps, number) else -1
+            call, step = values
+            self.direct(call, step, released)
+        elif not _is_released_after(steps, number - 1):
+            self.call(name, values)
+
+    def branch(self, slot: int, branches: list[Steps], step: int) -> None:
+        """Two functions of which one runs."""
+        outside, names = self._part, []
+        for steps in branches:
+            self._n_functions += 1
+            names.append(f"{PROGRAM_ENTRY}_{self._n_functions}")
+            self.function(names[-1], steps)
+        self._part = outside
+        with ir.InsertionPoint(self._part.block):
+            pointers = [llvm.AddressOfOp(self._types["!llvm.ptr"], name).result for name in names]
+        self.call("trident_program_branch", (slot, step), *pointers)
+
+    def _start(self, name: str) -> None:
+        """Go on in a new function."""
+        block = self._function(name)
+        state, pointer = block.arguments[0], self._types["!llvm.ptr"]
+        self._part = _Part(block)
+        with ir.InsertionPoint(block):
+            slots = llvm.LoadOp(pointer, state).result
+            step = self._element(state, 1)
+            integers = llvm.LoadOp(pointer, self._element(state, 2)).result
+        self._part = dataclasses.replace(
+            self._part, state=state, slots=slots, step=step, integers=integers
+        )
 
     def _function(self, name: str) -> ir.Block:
         function = self._declare(name, "!llvm.func<void (ptr)>")
@@ -165,15 +202,15 @@ class _Writer:
             returned = "void" if result is None else result.removeprefix("!llvm.")
             self._declare(name, f"!llvm.func<{returned} ({arguments})>")
         numbers = [self._integer("i32", value) for value in integers]
-        values = [self._state, *pointers, *numbers]
-        with ir.InsertionPoint(self._block):
+        values = [self._part.state, *pointers, *numbers]
+        with ir.InsertionPoint(self._part.block):
             made = None if result is None else self._types[result]
             return llvm.CallOp(made, values, [], [], callee=name).result
 
     def direct(self, call: DirectCall, step: int, released: int) -> None:
         """A call of an operator's own function, after which the slot `released` is (unless -1)."""
-        with ir.InsertionPoint(self._block):
-            llvm.StoreOp(self._integer("i64", step), self._step)
+        with ir.InsertionPoint(self._part.block):
+            llvm.StoreOp(self._integer("i64", step), self._part.step)
             result, values, kinds, attributes = self._result(call), [], [], []
             if result is not None:
                 values.append(result)
@@ -185,7 +222,7 @@ class _Writer:
                     kinds.append("f64")
                     attributes.append("{}")
                 elif kind == "real":
-                    place = self._element(self._integers, value)
+                    place = self._element(self._part.integers, value)
                     values.append(llvm.LoadOp(self._types["f64"], place).result)
                     kinds.append("f64")
                     attributes.append("{}")
@@ -213,8 +250,8 @@ class _Writer:
 
     def kernel(self, kernel: Kernel, arguments: list[tuple[str, Any]], step: int) -> None:
         """A call of a kernel of Inductor's: of where tensors' data are, and of numbers."""
-        with ir.InsertionPoint(self._block):
-            llvm.StoreOp(self._integer("i64", step), self._step)
+        with ir.InsertionPoint(self._part.block):
+            llvm.StoreOp(self._integer("i64", step), self._part.step)
             values, kinds = [], []
             for kind, value in arguments:
                 if kind == "tensor":
@@ -233,7 +270,7 @@ class _Writer:
         """Where the operator puts its result."""
         kind, value = call.result
         if kind == "slot":
-            return self._element(self._slots, value)
+            return self._element(self._part.slots, value)
         if kind in ("tuple", "aliases"):
             return self._space(len(value))
         return self._words([("int", 0)] * 3) if kind == "list" else None
@@ -245,7 +282,7 @@ class _Writer:
             for position, slot in enumerate(value):  # a tuple has its last element first
                 element = self._element(result, len(value) - 1 - position)
                 made = llvm.LoadOp(pointer, element).result
-                llvm.StoreOp(made, self._element(self._slots, slot))
+                llvm.StoreOp(made, self._element(self._part.slots, slot))
         elif kind == "list":
             self.call("trident_program_take", value, result)
         elif kind in ("alias", "aliases"):
@@ -257,13 +294,13 @@ class _Writer:
         if kind == "int":
             return self._integer("i64", value)
         if kind == "slot":
-            return self._element(self._slots, value)
+            return self._element(self._part.slots, value)
         if kind == "integer":
-            return llvm.LoadOp(self._types["i64"], self._element(self._integers, value)).result
+            return llvm.LoadOp(self._types["i64"], self._element(self._part.integers, value)).result
         if kind == "list":
             return self.call("trident_program_list", (value,), result="!llvm.ptr")
         if kind == "tensor":
-            slot = self._element(self._slots, value)
+            slot = self._element(self._part.slots, value)
             return llvm.LoadOp(self._types["!llvm.ptr"], slot).result
         if kind == "constant":
             flags = self._no_flags
@@ -293,18 +330,18 @@ class _Writer:
             self._has_memory = True
             with ir.InsertionPoint(self._module.body):
                 llvm.GlobalOp(self._types["i8"], _MEMORY, self._external)
-        if self._memory is None:
-            with ir.InsertionPoint.at_block_begin(self._block):
-                self._memory = llvm.AddressOfOp(self._types["!llvm.ptr"], _MEMORY).result
-        return self._memory
+        if self._part.memory is None:
+            with ir.InsertionPoint.at_block_begin(self._part.block):
+                self._part.memory = llvm.AddressOfOp(self._types["!llvm.ptr"], _MEMORY).result
+        return self._part.memory
 
     def _integer(self, kind: str, value: int) -> ir.Value:
-        if (kind, value) not in self._constants:
+        if (kind, value) not in self._part.constants:
             attribute = ir.IntegerAttr.get(self._types[kind], value)
-            with ir.InsertionPoint.at_block_begin(self._block):
+            with ir.InsertionPoint.at_block_begin(self._part.block):
                 made = llvm.ConstantOp(self._types[kind], attribute).result
-            self._constants[kind, value] = made
-        return self._constants[kind, value]
+            self._part.constants[kind, value] = made
+        return self._part.constants[kind, value]
 
     def _float(self, value: float) -> ir.Value:
         attribute = ir.FloatAttr.get(self._types["f64"], value)
@@ -356,7 +393,7 @@ _SMALL = 1 << 14
 
 def _is_small(table: ProgramTable) -> bool:
     """Does the program only call kernels, on tensors that are known to be small?"""
-    steps = [name for name, _ in table.steps]
+    steps = [name for name, _ in all_steps(table.steps)]
     if table.calls or "direct" in steps or any(computed for _, computed, _ in table.layouts):
         return False
     sizes = [numbers[: len(numbers) // 2] for numbers, _, _ in table.layouts]
@@ -377,12 +414,19 @@ class _Context:
         self._numbers: dict[tuple[type, str, Any], int] = {}
         self.calls: list[tuple[str, str, list[tuple[str, Any]], list[Any]]] = []
         self.lines: list[tuple[str, str, int, bool]] = []
+        self.results: list[list[int]] = []  # the slots of the branches that it is in
         self.layouts: list[tuple[list[int], list[tuple[int, int]], int]] = []
         self._layouts: dict[Any, int] = {}
         self.checks: list[tuple[int, int, Any, str | None]] = []
-        self.steps: list[tuple[str, tuple[Any, ...]]] = []
+        self.steps: Steps = []
         self.memory = Constants()
         self.cudnn: bool | None = None
+
+    def lower(self, op: ir.Operation) -> None:
+        rule = PROGRAM_RULES.get(op.name)
+        if rule is None:
+            raise UnsupportedGraph(f"{op.name} has no rule in trident/codegen/lower_program.py")
+        rule(self, op)
 
     def new_slot(self, value: ir.Value) -> int:
         slot = self.slots[value] = self.n_slots
@@ -574,6 +618,31 @@ def lower_kernel(context: _Context, op: ir.Operation) -> None:
             arguments.append(("tensor", places[value.index]))
     step = context.new_step(call.line, is_kernel=True)
     context.steps.append(("kernel", (call.kernel, arguments, step)))
+
+
+@program_rule("branch")
+def lower_branch(context: _Context, op: ir.Operation) -> None:
+    condition = context.slots[op.operands[0]]
+    step = context.new_step(Line())
+    context.results.append([context.new_slot(result) for result in op.results])
+    outside, branches = context.steps, []
+    for region in op.regions:
+        context.steps = []
+        for view in region.blocks[0]:
+            context.lower(view.operation)
+        branches.append(context.steps)
+    context.steps = outside
+    context.results.pop()
+    context.steps.append(("branch", (condition, branches, step)))
+
+
+@program_rule("give")
+def lower_give(context: _Context, op: ir.Operation) -> None:
+    for operand, slot in zip(op.operands, context.results[-1], strict=True):
+        context.steps.append(("trident_program_alias", (slot, context.slots[operand])))
+    for operand in op.operands:
+        if operand.owner.parent == op.parent:  # made in this branch
+            context.steps.append(("trident_program_release", (context.slots[operand],)))
 
 
 @program_rule("release")

@@ -28,6 +28,7 @@ from trident.codegen.lower_plan import ENTRY, NativePlan, emit_plan, lower_plan
 from trident.codegen.lower_program import (
     PROGRAM_ENTRY,
     ProgramTable,
+    all_steps,
     emit_program,
     lower_program,
     make_native,
@@ -290,7 +291,7 @@ def _lower_program(
             built.plan_reason = f"the graph has no host program: {error}"
             built.plan_locals = ()
         return None
-    kinds = [name for name, _ in table.steps]
+    kinds = [name for name, _ in all_steps(table.steps)]
     built.n_operators = kinds.count("direct") + kinds.count("trident_program_call")
     built.n_kernels = kinds.count("kernel")
     built.boxed = tuple(sorted({f"{c[0]}.{c[1]}".rstrip(".") for c in table.calls}))

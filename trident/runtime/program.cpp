@@ -427,6 +427,10 @@ bool compute_integers(const HostProgram *program, PyObject *const *inputs, int64
     }
     case IntegerOp::minimum: out[i] = std::min(out[a], out[b]); break;
     case IntegerOp::maximum: out[i] = std::max(out[a], out[b]); break;
+    case IntegerOp::require_less: out[i] = 0; if (!(out[a] < out[b])) return false; break;
+    case IntegerOp::require_less_equal: out[i] = 0; if (!(out[a] <= out[b])) return false; break;
+    case IntegerOp::require_equal: out[i] = 0; if (out[a] != out[b]) return false; break;
+    case IntegerOp::require_different: out[i] = 0; if (out[a] == out[b]) return false; break;
     }
     if (out[i] < kSmallestInteger) return false;
   }
@@ -715,6 +719,7 @@ uintptr_t program_function_address(const char *name) {
   TRIDENT_FUNCTION(trident_program_reinterpret)
   TRIDENT_FUNCTION(trident_program_check)
   TRIDENT_FUNCTION(trident_program_data)
+  TRIDENT_FUNCTION(trident_program_branch)
 #undef TRIDENT_FUNCTION
   return 0;
 }
@@ -937,6 +942,15 @@ void trident_program_check(ProgramState *state, int32_t slot, int32_t index, int
   if (__builtin_expect(passed, 1)) return;
   state->step = step;
   ask_check(state, slot, check, numbers);
+}
+
+void trident_program_branch(ProgramState *state, ProgramFunction then, ProgramFunction otherwise, int32_t slot,
+                            int32_t step) {
+  state->step = step;
+  const c10::Scalar number = state->slots[slot].item();
+  const bool taken = number.isBoolean() ? number.toBool() : !number.equal(0);
+  after_operator(state);
+  (taken ? then : otherwise)(state);
 }
 
 void *trident_program_data(ProgramState *state, int32_t slot) { return state->slots[slot].data_ptr(); }

@@ -34,7 +34,8 @@ struct ProgramArgument {
  * float, which is the bits of a double, is only passed on. */
 #define TRIDENT_INTEGER_OPS(X)                                                                            \
   X(integer) X(integer_input) X(float_input) X(size) X(stride) X(add) X(multiply) X(floor_divide)         \
-  X(modulo) X(minimum) X(maximum)
+  X(modulo) X(minimum) X(maximum) X(require_less) X(require_less_equal) X(require_equal)                  \
+  X(require_different)
 enum class IntegerOp {
 #define X(name) name,
   TRIDENT_INTEGER_OPS(X)
@@ -211,6 +212,9 @@ void trident_program_empty(ProgramState *state, int32_t slot, int32_t layout);
 void trident_program_reinterpret(ProgramState *state, int32_t slot, int32_t from, int32_t layout);
 /* Raises unless the tensor is as the check says. */
 void trident_program_check(ProgramState *state, int32_t slot, int32_t check, int32_t step);
+/* Runs one of two functions of the program, by the number in a slot. */
+void trident_program_branch(ProgramState *state, ProgramFunction then, ProgramFunction otherwise, int32_t slot,
+                            int32_t step);
 /* Where a kernel finds the tensor's data. */
 void *trident_program_data(ProgramState *state, int32_t slot);
 /* Moves a std::vector<at::Tensor> of n items into the slots from `first` on, and ends it. */
