@@ -111,8 +111,9 @@ class _Importer:
     def run(self) -> None:
         statements = list(self.wrapper.body)
         names = _unpacked(statements, self.wrapper.parameter)
-        used = {name for statement in statements for name in _names(statement)}
-        numbers = self._numbers(statements)
+        nodes = [node for statement in statements for node in ast.walk(statement)]
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
+        numbers = self._numbers(nodes)
         self.emitter.start_program(len(names))
         around = self.wrapper.around
         wanted = {*around.mutated, *around.epilogue_inputs}
@@ -139,14 +140,15 @@ class _Importer:
         if not self._returned:
             raise UnsupportedGraph("it does not return")
 
-    def _numbers(self, statements: list[ast.stmt]) -> set[str]:
+    def _numbers(self, nodes: list[ast.AST]) -> set[str]:
         """The names that are ints, by what they are used for. (The program asks what its inputs
         are: a name that is missed here, or wrong, leaves the call to stock.)"""
         found: set[str] = set()
         aliases: dict[str, str] = {}
-        inside: list[ast.AST] = [s for s in statements if not isinstance(s, ast.Return)]
-        inside += [e for s in statements if isinstance(s, ast.Return) for e in _elements(s)]
-        for node in (n for top in inside for n in ast.walk(top)):
+        returned = {id(node.value) for node in nodes if isinstance(node, ast.Return)}
+        for node in nodes:
+            if id(node) in returned:
+                continue
             match node:
                 case ast.BinOp() | ast.UnaryOp() | ast.Tuple(ctx=ast.Load()):
                     found |= {n.id for n in ast.iter_child_nodes(node) if isinstance(n, ast.Name)}
