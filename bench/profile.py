@@ -61,12 +61,13 @@ def shares(compiled: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, A
         command = ["perf", "record", "-q", "-F", "2000", "-o", str(data), "-p", str(os.getpid())]
         recorder = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         time.sleep(0.5)
-        calls, start = 0, time.perf_counter()
+        calls = 0
+        start = time.perf_counter()
         while time.perf_counter() - start < SECONDS:
             for _ in range(10):
                 compiled(*inputs)
             calls += 10
-        seconds = time.perf_counter() - start
+        elapsed = time.perf_counter() - start
         recorder.send_signal(2)
         recorder.wait()
         text = subprocess.run(
@@ -75,11 +76,11 @@ def shares(compiled: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, A
             text=True,
             check=True,
         ).stdout
-    found: collections.Counter[str] = collections.Counter()
+    found: dict[str, float] = collections.defaultdict(float)
     for percent, library in re.findall(r"^\s*([\d.]+)%\s+(?:\S+\s+)??(\S.*?)\s*$", text, re.M):
         part = next((name for name, pattern in PARTS if re.search(pattern, library)), "other")
         found[part] += float(percent)
-    return {"us_per_call": seconds / calls * 1e6, "percent": dict(found), "libraries": text}
+    return {"us_per_call": elapsed / calls * 1e6, "percent": dict(found), "libraries": text}
 
 
 def main() -> int:
@@ -101,7 +102,10 @@ def main() -> int:
             assert trident.stats().run_code == 0
             found = shares(compiled, inputs)
         print(found.pop("libraries"), file=sys.stderr)
-        results[make.__name__] = {"environment": environment.describe(), "figures": found}
+        results[f"profile_{make.__name__}"] = {
+            "environment": environment.describe(),
+            "figures": found,
+        }
     path = ROOT / "bench" / "results" / "profile.json"
     path.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
     return 0

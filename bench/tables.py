@@ -89,6 +89,53 @@ def program_table(results: dict[str, Result]) -> list[str]:
     )
 
 
+INDUCTOR = {
+    "inductor_small_graph": "`relu(x + y) * 2` on 16 floats",
+    "inductor_mlp": "8 × (Linear(16, 16), ReLU), one row",
+    "inductor_decoder": "28-layer decoder of width 32, one step",
+}
+
+
+def inductor_table(results: dict[str, Result]) -> list[str]:
+    rows = []
+    for name, label in INDUCTOR.items():
+        if (result := results.get(name)) is not None:
+            cells = [timing(variant)(result) for variant in ("eager", "stock", "Trident")]
+            rows.append([label, *cells, ratio(result, "eager_"), ratio(result)])
+    return table(
+        "The default backend: Inductor's kernels, called by a native host program.",
+        "a call | eager | stock | Trident | eager / Trident | stock / Trident",
+        rows,
+    )
+
+
+def inductor_lines(results: dict[str, Result]) -> list[str]:
+    lines = []
+    found = results.get("inductor_small_graph")
+    if found is not None and "loop_ratio" in found["figures"]:
+        f = found["figures"]
+        lines.append(
+            f"- With Inductor `relu(x + y) * 2` takes {f['loop_ratio']:.2f} of the time of a C++ "
+            "function that Python calls, which allocates and calls the same kernel (goal ≤ "
+            f"{f['loop_target']})."
+        )
+    for cache in ("cold", "warm"):
+        if (found := results.get(f"inductor_compile_time[{cache}]")) is not None:
+            f = found["figures"]
+            lines.append(
+                f"- Compiling with Inductor and calling twice, caches {cache}: "
+                f"{f['trident_s']:.2f} s, stock {f['stock_s']:.2f} s: {f['ratio']:.2f} of stock's "
+                f"time (goal ≤ {f['target']})."
+            )
+    for name, what in (("small", "the small graph"), ("decoder", "the decoder step")):
+        if (found := results.get(f"profile_{name}")) is not None:
+            shares = found["figures"]["percent"]
+            parts = sorted(shares.items(), key=lambda item: -item[1])
+            text = ", ".join(f"{part} {share:.0f}%" for part, share in parts if share >= 0.5)
+            lines.append(f"- Where the time of {what} with Inductor goes (perf): {text}.")
+    return lines
+
+
 CHAINED = {
     "add": "`x + y`",
     "mul": "`x * y`",
@@ -161,7 +208,7 @@ def guard_lines(results: dict[str, Result]) -> list[str]:
 
 
 def other_lines(results: dict[str, Result]) -> list[str]:
-    lines = guard_lines(results)
+    lines = [*guard_lines(results), *inductor_lines(results)]
     if (found := results.get("build_time")) is not None:
         f = found["figures"]
         lines.append(
@@ -246,6 +293,7 @@ def render(results: dict[str, Result]) -> str:
     note = "Medians ± half the interquartile range; ratios are medians of interleaved rounds."
     parts = [
         call_table(results),
+        inductor_table(results),
         program_table(results),
         chain_table(results),
         other_lines(results),
@@ -255,7 +303,9 @@ def render(results: dict[str, Result]) -> str:
 
 
 def main() -> None:
-    paths = [RESULTS / f"{name}.json" for name in ("dispatch", "guards", "host")]
+    paths = [
+        RESULTS / f"{name}.json" for name in ("dispatch", "guards", "inductor", "profile", "host")
+    ]
     results: dict[str, Result] = {}
     for path in paths:
         results.update(json.loads(path.read_text()) if path.exists() else {})

@@ -74,7 +74,7 @@ def kernels_of(f: Callable[..., Any]) -> list[inductor.Kernel]:
     return [k for k in map(wrapper.kernel, dict.fromkeys(called)) if k is not None]
 
 
-def test_small_graph(benchmark: Any, record: Record, tmp_path: Any) -> None:
+def test_inductor_small_graph(benchmark: Any, record: Record, tmp_path: Any) -> None:
     """Three small operators, one kernel; C++ that allocates and calls the same kernel."""
     from torch.utils.cpp_extension import is_ninja_available, load_inline
 
@@ -98,7 +98,7 @@ def test_small_graph(benchmark: Any, record: Record, tmp_path: Any) -> None:
     keep(record, comparison, **figures)
 
 
-def test_mlp(benchmark: Any, record: Record) -> None:
+def test_inductor_mlp(benchmark: Any, record: Record) -> None:
     """Eight layers of Linear(16, 16) and ReLU on one row, without gradients."""
     layers = [layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.ReLU())]
     model = nn.Sequential(*layers).requires_grad_(False)
@@ -112,7 +112,7 @@ def test_mlp(benchmark: Any, record: Record) -> None:
     keep(record, comparison)
 
 
-def test_decoder(benchmark: Any, record: Record) -> None:
+def test_inductor_decoder(benchmark: Any, record: Record) -> None:
     """One step of a small 28-layer decoder."""
     config = Config(layers=28, dim=32, heads=2, kv_heads=1, hidden=32, vocabulary=64, length=64)
     model = Decoder(config).eval()
@@ -128,7 +128,7 @@ def test_decoder(benchmark: Any, record: Record) -> None:
 
 
 @pytest.mark.parametrize("cache", ["cold", "warm"])
-def test_compile_time(benchmark: Any, record: Record, cache: str) -> None:
+def test_inductor_compile_time(benchmark: Any, record: Record, cache: str) -> None:
     """Seconds until a graph of 60 operators in several kernels and matrix products has been called
     twice, in stock and under Trident, in turns; cold: nothing comes from a cache."""
 
