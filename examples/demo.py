@@ -53,8 +53,8 @@ def shares(stats: Mapping[str, Any]) -> tuple[float, float, float]:
     """Of all calls that Trident saw: whose guards, frame plan, host program were native.
 
     A hit is native throughout, as is a call whose native code raised; run_code had native guards
-    and then ran Dynamo's code object, as a frame with a graph does unless its backend is "trident";
-    a miss was stock.
+    and then ran Dynamo's code object, as where the graph or the frame around it is not native; a
+    miss was stock.
     """
     planned = stats["hits"] + stats["raised"]
     guarded = planned + stats["run_code"]
@@ -167,7 +167,7 @@ def main() -> int:
     print(f"\n{table(rows)}\n")
     print("Medians. The first four rows ran in turns in one process; the last in its own, so its")
     print("time compares with nothing here.")
-    print("hits: calls whose guards passed natively. With Inductor the graph runs in stock's code.")
+    print("hits: calls whose guards passed natively. With Inductor the kernels are stock's.")
     if options.json is not None:
         data = [{"name": row.name, "median_us": row.median_us, "stats": row.stats} for row in rows]
         options.json.write_text(json.dumps(data, indent=2))
