@@ -33,6 +33,13 @@ def test_samples() -> None:
     assert number(text, r"^native of those in one graph: ([\d.]+)%$") >= 95, text
 
 
+def test_inductors_samples() -> None:
+    """The same through Inductor, against stock Inductor."""
+    text = run("--inductor", "--every", "40", "--first", "9", "--most", "1")
+    assert number(text, r"^native: (\d+)$") > 20, text
+    assert number(text, r"^native of those in one graph: ([\d.]+)%$") >= 90, text
+
+
 def test_errors() -> None:
     """Operators refuse what they refuse in stock, with the same words."""
     text = run("--errors", "--every", "10", "--first", "3")
