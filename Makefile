@@ -68,7 +68,7 @@ demo: build
 
 test: build
 	$(call say,"tests")
-	$(RUN) -m pytest $(TESTS)
+	$(RUN) -m pytest -n auto --dist loadfile $(TESTS)
 
 test-ops: build
 	$(call say,"PyTorch's own samples of its operators: some hours; OPS=\"--every 10\" takes a part")
