@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import colorsys  # noqa: F401  (for a guard to look at)
 import dataclasses
 import itertools
 import math
 import random
+import sys
+import types
 import weakref
 from collections.abc import Callable
 from types import FunctionType
@@ -466,6 +469,19 @@ def test_marked_dimensions() -> None:
     specialization = compiled(bounded, (x, y))
     _, calls, _ = environments(specialization, (tensors, tensors), (x, y), 600)
     assert calls == 0
+
+
+def test_modules_that_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module is what is there at each call, whatever was there when the guards were built."""
+    checked = Checked(*written(f"{A} is __import__('colorsys')", f"{A}.pi == 3"))
+    one, other = types.ModuleType("colorsys"), types.ModuleType("colorsys")
+    one.pi = other.pi = 3  # type: ignore[attr-defined]
+    for module in (one, other):
+        monkeypatch.setitem(sys.modules, "colorsys", module)
+        assert [checked.agrees(x=x) for x in (one, other, math)].count(True) == 1
+    assert checked.calls == 0
+    monkeypatch.delitem(sys.modules, "colorsys")
+    assert not checked.agrees(x=one)
 
 
 def test_aliases_of_a_real_function() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import builtins
 import math
+import sys
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -311,12 +312,21 @@ class _Lowering:
             return _Dims(function.path, function.name)
         if not isinstance(function, _Function) or not _is_hashable_function(function.value):
             raise Unknown("a call")
+        if function.value is builtins.__import__:
+            return self.module(node.args)
         steps = [self.number(argument) for argument in node.args]
         if function.value in _FUNCTIONS and len(steps) == 1:
             return _Number(self.step(_FUNCTIONS[function.value], steps[0]))
         if function.value in _FOLDS and len(steps) >= 2:
             return _Number(self.fold(_FOLDS[function.value], steps))
         raise Unknown("a function")
+
+    def module(self, arguments: list[ast.expr]) -> _Object:
+        """``__import__("torch")``, as Dynamo spells a module that it imports: what is there."""
+        match arguments:
+            case [ast.Constant(value=str(name))] if "." not in name and name in sys.modules:
+                return self.path("module", -1, name)
+        raise Unknown("an import")
 
     def binary(self, node: ast.BinOp) -> Any:
         name = _BINARY.get(type(node.op))
@@ -407,5 +417,10 @@ def _fetch(context: Context, function: Any, values: list[ir.Value], path: Path) 
         scope = context.object(function.__globals__["G"], "globals")
         globals_ = context.fetch_root("globals", None, object=scope)
         return context.fetch("dict_item", globals_, object=context.object(key))
+    if kind == "module":
+        modules = context.fetch_root(
+            "globals", None, object=context.object(sys.modules, "sys.modules")
+        )
+        return context.fetch("dict_item", modules, object=context.object(key))
     name = "getattr" if kind == "attr" else "getitem"
     return context.fetch(name, values[parent], object=context.object(key))
