@@ -869,7 +869,8 @@ inline bool GuardProgram::Run::check(const Row *rows, int i, PyObject *v, PyObje
       __builtin_prefetch(row.object);
     }
     if (!tensor_matches(*static_cast<TensorSpec *>(row.payload), v, thread.keys())) return false;
-    return !(row.flags & kBare) || attributes_are_absent(reinterpret_cast<AbsentAttributes *>(row.b), v, true);
+    if (!(row.flags & kBare)) return true;
+    return attributes_are_absent(reinterpret_cast<AbsentAttributes *>(row.b), v, true);
   case Op::check_no_alias: return registers_distinct(row, r);
   case Op::check_same: return v == r[row.a];
   case Op::check_saved_tensor_hooks:

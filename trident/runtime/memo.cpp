@@ -424,7 +424,8 @@ bool Memo::facts_hold(const GuardProgram &program, PyObject *const *locals, cons
     __builtin_prefetch((char *)ahead->object + ahead->offset);
     __builtin_prefetch(ahead->target);
     if (fact->kind == Fact::opened) {
-      if (Py_TYPE(fact->object) != fact->type || slot(fact->object, fact->offset) != fact->target) return false;
+      if (Py_TYPE(fact->object) != fact->type) return false;
+      if (slot(fact->object, fact->offset) != fact->target) return false;
     } else if (fact->kind != Fact::dict) {
       if (Py_TYPE(fact->object) != fact->type) return false;
       if (fact->kind == Fact::typed) continue;
