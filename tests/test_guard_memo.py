@@ -511,3 +511,467 @@ def test_fresh_object_at_each_call() -> None:
         kept[0].scale = 3.0
         assert not entry.native.check((model, kept[0]))
     torch._dynamo.reset()
+
+
+class Base:
+    def method(self) -> int:
+        return 1
+
+    def other(self) -> int:
+        return 2
+
+
+class Middle(Base):
+    pass
+
+
+class Thing(Middle):
+    """As `nn.Module`: what is found in no other way is asked for."""
+
+    asked: list[str] = []
+
+    def __init__(self) -> None:
+        self.a = 1
+
+    def __getattr__(self, name: str) -> Any:
+        Thing.asked.append(name)
+        raise AttributeError(name)
+
+
+class Other:
+    def __init__(self) -> None:
+        self.a = 1
+
+    def method(self) -> int:
+        return 3
+
+
+CODE = Base.method.__code__
+
+
+def has_method(thing: Any) -> bool:
+    """What the guards of `guards_of_a_method` say."""
+    try:
+        return type(thing.method) is types.MethodType and thing.method.__code__ is CODE
+    except AttributeError:
+        return False
+
+
+def guards_of_a_method() -> _frame.NativeSpecialization:
+    native = _frame.NativeSpecialization(("thing",))
+    rows: list[tuple[Any, ...]] = [
+        ("local", 0, -1, 0, 0, None, 0),
+        ("generic_dict", 1, 0, 0, 0, None, 0),
+        ("dict_item", 2, 1, 0, 0, "a", 0),
+        ("check_equals", -1, 2, 0, 0, 1, 0),
+        ("getattr", 3, 0, 0, 0, "method", 0),
+        ("check_not_none", -1, 3, 0, 0, None, 0),
+        ("check_type", -1, 3, id(types.MethodType), 0, None, 0),
+        ("code", 4, 3, 0, 0, None, 0),
+        ("check_id", -1, 4, id(CODE), 0, None, 0),
+    ]
+    native.set_guards(rows, 5)
+    return native
+
+
+def _set(owner: Any, name: str, value: Any) -> Callable[[], Any]:
+    """Sets an attribute; returns what undoes it."""
+    had = name in vars(owner)
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    return (lambda: setattr(owner, name, before)) if had else (lambda: delattr(owner, name))
+
+
+def _of_dict(thing: Any, change: Callable[[dict[str, Any]], Any]) -> Callable[[], Any]:
+    before = dict(vars(thing))
+    change(vars(thing))
+    return lambda: (vars(thing).clear(), vars(thing).update(before))
+
+
+def _new_dict(thing: Any, **new: Any) -> Callable[[], Any]:
+    before = vars(thing)
+    thing.__dict__ = {**before, **new}
+    return lambda: setattr(thing, "__dict__", before)
+
+
+def _as_other(thing: Any) -> Callable[[], Any]:
+    thing.__class__ = Other
+    return lambda: setattr(thing, "__class__", Thing)
+
+
+def _bases(cls: Any, *bases: Any) -> Callable[[], Any]:
+    before = cls.__bases__
+    cls.__bases__ = bases
+    return lambda: setattr(cls, "__bases__", before)
+
+
+def _without_method() -> Callable[[], Any]:
+    before = Base.method
+    del Base.method
+    return lambda: setattr(Base, "method", before)
+
+
+def _other_code() -> Callable[[], Any]:
+    Base.method.__code__ = Base.other.__code__
+    return lambda: setattr(Base.method, "__code__", CODE)
+
+
+def _lookup(self: Any, name: str) -> Any:
+    return object.__getattribute__(self, "other" if name == "method" else name)
+
+
+METHODS: dict[str, Callable[[Any], Callable[[], Any]]] = {
+    "in the class": lambda t: _set(Thing, "method", Base.other),
+    "in a base": lambda t: _set(Middle, "method", Base.other),
+    "of the base": lambda t: _set(Base, "method", Base.other),
+    "the same function in a base": lambda t: _set(Middle, "method", Base.method),
+    "none": lambda t: _without_method(),
+    "a property": lambda t: _set(Thing, "method", property(lambda self: 5)),
+    "a static method": lambda t: _set(Thing, "method", staticmethod(Base.method)),
+    "a class method": lambda t: _set(Thing, "method", classmethod(Base.method)),
+    "other code": lambda t: _other_code(),
+    "in the object": lambda t: _set(t, "method", 5),
+    "the same in the object": lambda t: _set(t, "method", t.method),
+    "in __dict__": lambda t: _of_dict(t, lambda d: d.update(method=5)),
+    "not in __dict__": lambda t: _of_dict(t, lambda d: d.update(unrelated=5)),
+    "another __dict__": lambda t: _new_dict(t, method=5),
+    "another __dict__ like it": lambda t: _new_dict(t),
+    "__class__": _as_other,
+    "__bases__": lambda t: _bases(Thing, Other),
+    "__bases__ of a base": lambda t: _bases(Middle, Other),
+    "__getattribute__": lambda t: _set(Thing, "__getattribute__", _lookup),
+    "__getattribute__ of a base": lambda t: _set(Base, "__getattribute__", _lookup),
+    "__getattr__ of a base": lambda t: _set(Base, "__getattr__", lambda self, name: 5),
+    "unrelated": lambda t: _set(Thing, "unrelated", 5),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("makes", ["a full run", "facts"])
+def test_methods(name: str, makes: str) -> None:
+    """A method of the type, whose function is guarded, is no reason to run a lookup again, and
+    whatever makes it another one is seen."""
+    thing, native = Thing(), guards_of_a_method()
+    vars(thing)
+    Thing.asked.clear()
+    assert native.check((thing,))
+    if makes == "facts":
+        assert native.check((thing,))
+        assert native.runs == (1, 1)
+        assert {4, 5, 6} <= set(native.remembered)
+    undo = METHODS[name](thing)
+    try:
+        expected = has_method(thing)
+        for _ in range(3):
+            assert native.check((thing,)) == expected
+    finally:
+        undo()
+    assert has_method(thing)
+    for _ in range(3):
+        assert native.check((thing,))
+
+
+def test_lookup_of_the_users_is_run() -> None:
+    """Where the type has its own way to look attributes up, that is called, as Dynamo does."""
+    names: list[str] = []
+
+    class Own(Thing):
+        def __getattribute__(self, name: str) -> Any:
+            names.append(name)
+            return object.__getattribute__(self, name)
+
+    thing, native = Own(), guards_of_a_method()
+    for _ in range(3):
+        names.clear()
+        assert native.check((thing,))
+        assert "method" in names
+
+
+def test_class_is_no_object_with_methods() -> None:
+    """An attribute of a class is found as its metaclass says."""
+
+    class Meta(type):
+        def method(cls) -> int:
+            return 1
+
+    class Made(metaclass=Meta):
+        a = 1
+
+    native = _frame.NativeSpecialization(("made",))
+    code = Meta.method.__code__
+    rows: list[tuple[Any, ...]] = [
+        ("local", 0, -1, 0, 0, None, 0),
+        ("type_dict", 1, 0, 0, 0, None, 0),
+        ("dict_item", 2, 1, 0, 0, "a", 0),
+        ("check_equals", -1, 2, 0, 0, 1, 0),
+        ("getattr", 3, 0, 0, 0, "method", 0),
+        ("code", 4, 3, 0, 0, None, 0),
+        ("check_id", -1, 4, id(code), 0, None, 0),
+    ]
+    native.set_guards(rows, 5)
+    for _ in range(3):
+        assert native.check((Made,))
+    Made.method = Base.other  # type: ignore[method-assign, assignment]
+    assert not native.check((Made,))
+    del Made.method
+    assert native.check((Made,))
+
+
+def test_attribute_of_a_module() -> None:
+    """An attribute that `getattr` finds in `__dict__` is remembered, for modules as for others."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.size = 3
+
+    part, native = Part(), _frame.NativeSpecialization(("part",))
+    rows: list[tuple[Any, ...]] = [
+        ("local", 0, -1, 0, 0, None, 0),
+        ("generic_dict", 1, 0, 0, 0, None, 0),
+        ("dict_item", 2, 1, 0, 0, "training", 0),
+        ("check_true", -1, 2, 0, 0, None, 0),
+        ("getattr", 3, 0, 0, 0, "size", 0),
+        ("check_equals", -1, 3, 0, 0, 3, 0),
+    ]
+    native.set_guards(rows, 4)
+    assert native.check((part,))
+    assert native.check((part,))
+    assert {4, 5} <= set(native.remembered)
+    part.size = 4
+    assert not native.check((part,))
+    part.size = 3
+    assert native.check((part,))
+    Part.size = property(lambda self: 4)  # type: ignore[assignment]
+    assert not native.check((part,))
+    del Part.size
+    assert native.check((part,))
+    del part.size
+    assert not native.check((part,))
+    part.register_buffer("size", torch.ones(1))
+    assert not native.check((part,))
+
+
+class Subclass(Tensor):
+    pass
+
+
+def _inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(3, 4)
+
+
+def _fake() -> Tensor:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode().from_tensor(torch.ones(3, 4))
+
+
+TENSORS: dict[str, Callable[[], Tensor]] = {
+    "plain": lambda: torch.ones(3, 4),
+    "scalar": lambda: torch.ones(()),
+    "one dimension": lambda: torch.ones(3),
+    "five dimensions": lambda: torch.ones(2, 3, 4, 1, 2),
+    "six dimensions": lambda: torch.ones(2, 3, 4, 1, 2, 1),
+    "six other dimensions": lambda: torch.ones(2, 3, 4, 1, 1, 2),
+    "another size": lambda: torch.ones(3, 5),
+    "transposed": lambda: torch.ones(4, 3).t(),
+    "expanded": lambda: torch.ones(3, 1).expand(3, 4),
+    "offset": lambda: torch.ones(4, 4)[1:],
+    "float64": lambda: torch.ones(3, 4, dtype=torch.float64),
+    "int": lambda: torch.ones(3, 4, dtype=torch.int32),
+    "complex": lambda: torch.ones(3, 4, dtype=torch.complex64),
+    "conjugated": lambda: torch.ones(3, 4, dtype=torch.complex64).conj(),
+    "requires grad": lambda: torch.ones(3, 4, requires_grad=True),
+    "of an operator": lambda: torch.ones(3, 4, requires_grad=True) * 1,
+    "a view of it": lambda: torch.ones(3, 4, requires_grad=True).view(3, 4),
+    "detached": lambda: torch.ones(3, 4, requires_grad=True).detach(),
+    "parameter": lambda: nn.Parameter(torch.ones(3, 4)),
+    "parameter without grad": lambda: nn.Parameter(torch.ones(3, 4), requires_grad=False),
+    "meta": lambda: torch.ones(3, 4, device="meta"),
+    "sparse": lambda: torch.ones(3, 4).to_sparse(),
+    "csr": lambda: torch.ones(3, 4).to_sparse_csr(),
+    "mkldnn": lambda: torch.ones(3, 4).to_mkldnn(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3, 4), 1.0, 0, torch.qint8),
+    "subclass": lambda: torch.ones(3, 4).as_subclass(Subclass),
+    "inference": _inference,
+    "functional": lambda: torch._to_functional_tensor(torch.ones(3, 4)),
+    "fake": _fake,
+    "with an attribute": lambda: torch._dynamo.maybe_mark_dynamic(t := torch.ones(3, 4), 0) or t,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_tensors_of_all_kinds(dynamic: bool) -> None:
+    """Each kind under the guards of each, as locals and as attributes of a module."""
+    torch._dynamo.reset()
+    tensors = {name: make() for name, make in TENSORS.items()}
+    n_guards = n_passed = 0
+
+    class Holder:
+        value: Tensor
+
+    for name, tensor in tensors.items():
+
+        def f(x: Tensor, holder: Holder) -> Any:
+            return x.shape, holder.value.shape, torch.ones(2) + 1
+
+        holder = Holder()
+        holder.value = tensor
+        vars(holder)
+        f = types.FunctionType(f.__code__.replace(co_name=f"f_{n_guards}"), f.__globals__)
+        with trident.enable():
+            try:
+                torch.compile(f, backend="eager", dynamic=dynamic)(tensor, holder)
+            except Exception:
+                continue  # of no use to Dynamo
+            module = runtime.module_of(f.__code__)
+            module.build()
+        for entry in module.entries:
+            if entry.native is None:
+                continue
+            n_guards += 1
+            for _ in range(3):
+                entry.native.check((tensor, holder))
+            for other_name, other in tensors.items():
+                for held in (tensor, other):
+                    holder.value = held
+                    given = {"x": other, "holder": holder}
+                    values = tuple(
+                        given.get(key, NotImplemented) for key in entry.native.framelocals
+                    )
+                    expected = dynamo.guard_check_verbose(entry.spec, given) == ""
+                    for _ in range(3):
+                        verdict = entry.native.check(values)
+                        assert verdict == expected, (name, other_name, held is other)
+                    n_passed += expected
+            holder.value = tensor
+    assert n_guards > 15
+    assert n_passed > n_guards
+    torch._dynamo.reset()
+
+
+CHANGES_OF_A_TENSOR: dict[str, Callable[[Tensor], Any]] = {
+    "data": lambda t: setattr(t, "data", torch.ones(3, 5)),
+    "data of another type": lambda t: setattr(t, "data", torch.ones(3, 4, dtype=torch.float64)),
+    "strides": lambda t: t.t_().resize_(3, 4).as_strided_((3, 4), (1, 3)),
+    "size": lambda t: t.resize_(2, 2),
+    "dimensions": lambda t: t.unsqueeze_(0),
+    "more dimensions than fit": lambda t: t.resize_(3, 4, 1, 1, 1, 1),
+    "storage": lambda t: t.set_(torch.ones(12).storage(), 0, (3, 4), (1, 3)),  # type: ignore
+    "requires_grad": lambda t: t.requires_grad_(),
+    "in place": lambda t: t.add_(torch.ones(3, 4, requires_grad=True)),
+    "class": lambda t: setattr(t, "__class__", Subclass),
+    "swapped": lambda t: torch.utils.swap_tensors(t, torch.ones(3, 4, dtype=torch.int64)),
+    "an attribute": lambda t: torch._dynamo.mark_dynamic(t, 0),
+    "__dict__": lambda t: setattr(
+        t, "__dict__", {"_dynamo_dynamic_indices": {0}, "_has_dynamo_dim_marking": True}
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CHANGES_OF_A_TENSOR)
+def test_changes_of_a_tensor(name: str) -> None:
+    """Of an argument, and of an attribute of an object: another verdict than before."""
+    torch._dynamo.reset()
+
+    def f(x: Tensor, holder: Any) -> Any:
+        return x + holder.value
+
+    for local in (True, False):
+        x, holder = torch.ones(3, 4), types.SimpleNamespace(value=torch.ones(3, 4))
+        with trident.enable():
+            torch.compile(f, backend="eager")(x, holder)
+            module = runtime.module_of(f.__code__)
+            module.build()
+        native = module.entries[0].native
+        assert native is not None
+        for _ in range(3):
+            assert native.check((x, holder))
+        changed = x if local else holder.value
+        CHANGES_OF_A_TENSOR[name](changed)
+        given = {"x": x, "holder": holder}
+        expected = dynamo.guard_check_verbose(module.entries[0].spec, given) == ""
+        if name in ("an attribute", "__dict__"):
+            assert TORCH < (2, 13) or not expected
+        else:
+            assert not expected
+        for _ in range(3):
+            assert native.check((x, holder)) == expected
+        torch._dynamo.reset()
+
+
+def test_state_of_the_thread() -> None:
+    """Each thread's own state counts, and what one thread remembers holds in no other."""
+    import threading
+
+    torch._dynamo.reset()
+
+    def f(x: Tensor) -> Tensor:
+        return x + 1
+
+    x = torch.ones(3)
+    with trident.enable():
+        torch.compile(f, backend="eager")(x)
+        module = runtime.module_of(f.__code__)
+        module.build()
+    entry = module.entries[0]
+    native = entry.native
+    assert native is not None
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        pass
+
+    states: list[Callable[[], Any]] = [
+        lambda: torch.enable_grad(),
+        lambda: torch.no_grad(),
+        lambda: torch.inference_mode(),
+        lambda: torch.autocast("cpu"),
+        lambda: torch._C.DisableTorchFunctionSubclass(),
+        lambda: Mode(),
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    ]
+    found: list[tuple[bool, bool]] = []
+
+    def look() -> None:
+        for state in states:
+            with state():
+                expected = dynamo.guard_check_verbose(entry.spec, {"x": x}) == ""
+                found.extend((native.check((x,)), expected) for _ in range(3))
+
+    for _ in range(3):
+        found.clear()
+        assert native.check((x,))
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert len(found) == 3 * len(states)
+        assert all(verdict == expected for verdict, expected in found), found
+        assert found[0] == (True, True)
+        assert found[3] == (False, False)
+        assert native.check((x,))
+    torch._dynamo.reset()
+
+
+PRECISIONS: list[Callable[[str], Any]] = [
+    lambda p: setattr(torch.backends.cuda.matmul, "fp32_precision", p),
+    lambda p: setattr(torch.backends.cudnn, "fp32_precision", p),
+    lambda p: setattr(torch.backends, "fp32_precision", p),
+]
+
+
+def test_matmul_precision(guards: Guards) -> None:
+    """It follows from three settings, all of which are looked at."""
+    try:
+        for change in PRECISIONS:
+            for precision in ("tf32", "ieee", "none", "tf32"):
+                change(precision)
+                guards.check()
+                guards.check()
+            change("none")
+            guards.check()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert guards.check()

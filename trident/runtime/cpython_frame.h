@@ -196,15 +196,20 @@ inline PyObject **instance_dict_slot(PyObject *o) {
   return type->tp_dictoffset > 0 ? (PyObject **)((char *)o + type->tp_dictoffset) : nullptr;
 }
 
+/* Has it neither a dict there, where instance_dict_slot says, nor what a dict would be made of? */
+inline bool has_nothing_at(PyObject *o, PyObject **slot) {
+#if PY_VERSION_HEX < 0x030C0000
+  if (slot == (PyObject **)o - 3 && slot[-1] != nullptr) return false; /* values */
+#endif
+  return *slot == nullptr;
+}
+
 /* Has it no attributes of its own? False also where that is not seen at a glance. */
 inline bool has_no_own_attributes(PyObject *o) {
   const PyTypeObject *type = Py_TYPE(o);
   PyObject **slot = instance_dict_slot(o);
   if (slot == nullptr) return type->tp_dictoffset == 0 && !(type->tp_flags & Py_TPFLAGS_MANAGED_DICT);
-#if PY_VERSION_HEX < 0x030C0000
-  if ((type->tp_flags & Py_TPFLAGS_MANAGED_DICT) && ((PyObject **)o)[-4] != nullptr) return false; /* values */
-#endif
-  if (*slot == nullptr) return true;
+  if (*slot == nullptr) return has_nothing_at(o, slot);
   const bool is_values = ((uintptr_t)*slot & 1) != 0; /* from 3.12 on, in the same place */
   return !is_values && PyDict_CheckExact(*slot) && PyDict_GET_SIZE(*slot) == 0;
 }
@@ -213,6 +218,15 @@ inline bool has_no_own_attributes(PyObject *o) {
  * bases finds the same. Never used twice. */
 inline unsigned type_version(const PyTypeObject *type) {
   return (type->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG) ? type->tp_version_tag : 0;
+}
+
+/* Does looking up an attribute of such an object start as `object` does: a data descriptor of the type, the
+ * object's `__dict__`, the type? (A `__getattr__` comes after these.) As long as the type's version is the
+ * same, the answer is. */
+inline bool looks_up_as_object(PyTypeObject *type) {
+  static PyObject *const name = PyUnicode_InternFromString("__getattribute__");
+  return type->tp_getattro == PyObject_GenericGetAttr ||
+         _PyType_Lookup(type, name) == _PyType_Lookup(&PyBaseObject_Type, name);
 }
 
 /* 1: found (new reference), 0: no such attribute, -1: an exception is set. Makes no AttributeError. */

@@ -2,10 +2,10 @@
 #ifndef TRIDENT_GLOBAL_STATE_H
 #define TRIDENT_GLOBAL_STATE_H
 
+#include "torch_thread.h"
+
 #include <ATen/Context.h>
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <array>
 
@@ -15,8 +15,8 @@ namespace trident {
  * other field). While it is the same, the check passes again. */
 class GlobalState {
 public:
-  static GlobalState now(const c10::impl::LocalDispatchKeySet &keys);
-  bool is_now(const c10::impl::LocalDispatchKeySet &keys) const;
+  static GlobalState now(const TorchThread &thread);
+  bool is_now(const TorchThread &thread) const;
 
 private:
   bool grad_mode;
@@ -25,7 +25,7 @@ private:
   bool autocast_cache;
   at::impl::TorchFunctionDisabledState torch_function;
   bool deterministic, deterministic_warns;
-  at::Float32Precision matmul_precision;
+  std::array<at::Float32Precision, 3> matmul_precisions{}; /* what the matmul precision follows from */
   at::CuBLASReductionOption fp16_reduction, bf16_reduction;
   int n_threads;
   at::ScalarType default_dtype;

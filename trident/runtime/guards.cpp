@@ -11,10 +11,7 @@
 #include <cstring>
 #include <optional>
 
-#include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/Tensor.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -23,6 +20,20 @@
 namespace trident {
 
 PyTypeObject *doored_function_type = nullptr;
+
+/* Names, the type of which `attributes_are_absent` found that it has none of them, and where its objects
+ * have theirs. */
+struct AbsentAttributes {
+  PyObject *names = nullptr; /* the program's */
+  const PyTypeObject *of = nullptr; /* whose objects it is for; null: one row's */
+  const PyTypeObject *type = nullptr;
+  unsigned version = 0;
+  intptr_t offset = 0; /* 0: nowhere, or not at one place */
+  bool covers(PyObject *o) const {
+    if (Py_TYPE(o) != type || version == 0 || type_version(type) != version) return false;
+    return (offset != 0 && has_nothing_at(o, (PyObject **)((char *)o + offset))) || has_no_own_attributes(o);
+  }
+};
 
 namespace {
 
@@ -47,15 +58,6 @@ struct GlobalStateCheck {
 
 struct KeysetSpec {
   uint64_t keyset;
-};
-
-/* The type of which `attributes_are_absent` found that it has none of the names. */
-struct AbsentAttributes {
-  const PyTypeObject *type = nullptr;
-  unsigned version = 0;
-  bool covers(PyObject *o) const {
-    return Py_TYPE(o) == type && version != 0 && type_version(type) == version && has_no_own_attributes(o);
-  }
 };
 
 uint64_t applied_keyset(uint64_t raw, uint64_t include, uint64_t exclude) {
@@ -110,8 +112,25 @@ TensorSpec *tensor_spec(PyObject *object) {
   spec->requires_grad = requires_grad != 0;
   if (!dims_from_python(sizes, &spec->sizes) || !dims_from_python(strides, &spec->strides))
     return nullptr;
+  spec->set_image();
   return spec.release();
 }
+
+} // namespace
+
+const uint64_t TensorKind::mask_ = TensorKind::find_mask();
+
+bool metadata_matches(const TensorSpec &spec, const at::Tensor &t) {
+  const c10::TensorImpl *impl = t.unsafeGetTensorImpl();
+  if (t.scalar_type() != spec.dtype || t.device().index() != spec.device_index) return false;
+  if (impl->has_symbolic_sizes_strides())
+    return dims_match(t.sym_sizes(), spec.sizes) && dims_match(t.sym_strides(), spec.strides);
+  if (!dims_match(impl->sizes(), spec.sizes) || !dims_match(impl->strides(), spec.strides)) return false;
+  if (spec.has_image && TensorKind::is_plain(impl)) spec.kind = TensorKind::of(impl);
+  return true;
+}
+
+namespace {
 
 bool is_tensor(PyObject *o) { return THPVariable_CheckExact(o) || THPVariable_Check(o); }
 
@@ -163,8 +182,8 @@ PyObject *dict_entry(PyObject *dict, int64_t position, bool want_key) {
   return want_key ? key : value;
 }
 
-bool function_modes_match(PyObject *types) {
-  int64_t n = at::impl::PythonTorchFunctionTLS::stack_len();
+bool function_modes_match(PyObject *types, const TorchThread &thread) {
+  const auto n = static_cast<int64_t>(thread.n_function_modes());
   if (n != PyTuple_GET_SIZE(types)) return false;
   for (int64_t i = 0; i < n; i++) {
     PyObject *mode = at::impl::PythonTorchFunctionTLS::get_stack_at(i)->ptr(getPyInterpreter());
@@ -206,7 +225,7 @@ PyObject *current_default_device() {
 namespace {
 
 bool registers_distinct(const Row &row, PyObject *const *r) {
-  if (row.flags & kDistinct) return static_cast<const Distinct *>(row.payload)->holds(r);
+  if (row.flags & kDistinct) return static_cast<Distinct *>(row.payload)->holds(r);
   return pointers_distinct(*static_cast<std::vector<int32_t> *>(row.payload), r);
 }
 
@@ -237,14 +256,14 @@ bool attribute_is_absent(PyObject *o, PyObject *name) {
 
 } // namespace
 
-bool attributes_are_absent_plainly(const Row &row, PyObject *o) {
+bool attributes_are_absent_plainly(PyObject *names, PyObject *o) {
   PyTypeObject *type = Py_TYPE(o);
   if (type->tp_getattro != PyObject_GenericGetAttr) return false;
   PyObject **slot = instance_dict_slot(o);
   PyObject *dict = slot != nullptr && !has_no_own_attributes(o) ? *slot : nullptr;
   const bool known = has_no_own_attributes(o) || (dict != nullptr && PyDict_Check(dict) && dict_has_string_keys(dict));
-  for (Py_ssize_t i = 0; known && i < PyTuple_GET_SIZE(row.object); i++) {
-    PyObject *name = PyTuple_GET_ITEM(row.object, i);
+  for (Py_ssize_t i = 0; known && i < PyTuple_GET_SIZE(names); i++) {
+    PyObject *name = PyTuple_GET_ITEM(names, i);
     if (_PyType_Lookup(type, name) != nullptr) return false;
     if (dict != nullptr && PyDict_GetItemWithError(dict, name) != nullptr) return false;
   }
@@ -254,24 +273,26 @@ bool attributes_are_absent_plainly(const Row &row, PyObject *o) {
 namespace {
 
 /* As Dynamo looks for each of the names, which calls no Python where that is seen at a glance. */
-bool attributes_are_absent(const Row &row, PyObject *o) {
-  auto *seen = static_cast<AbsentAttributes *>(row.payload);
-  if (seen->covers(o)) return true;
-  if (attributes_are_absent_plainly(row, o)) {
-    *seen = {Py_TYPE(o), type_version(Py_TYPE(o))};
+bool attributes_are_absent(AbsentAttributes *absent, PyObject *o, bool plainly) {
+  if (absent->covers(o)) return true;
+  if (attributes_are_absent_plainly(absent->names, o)) {
+    PyObject **slot = instance_dict_slot(o);
+    absent->type = Py_TYPE(o);
+    absent->version = type_version(Py_TYPE(o));
+    absent->offset = slot == nullptr ? 0 : (char *)slot - (char *)o;
     return true;
   }
-  if (row.flags & kPlain) return false;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(row.object); i++)
-    if (!attribute_is_absent(o, PyTuple_GET_ITEM(row.object, i))) return false;
+  if (plainly) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(absent->names); i++)
+    if (!attribute_is_absent(o, PyTuple_GET_ITEM(absent->names, i))) return false;
   return true;
 }
 
-bool global_state_is(const Row &row, const c10::impl::LocalDispatchKeySet &keys) {
+bool global_state_is(const Row &row, const TorchThread &thread) {
   auto *state = static_cast<GlobalStateCheck *>(row.payload);
-  if (state->passed.has_value() && state->passed->is_now(keys)) return true;
+  if (state->passed.has_value() && state->passed->is_now(thread)) return true;
   const bool ok = consume_truth(state->check(row.object, nullptr));
-  if (ok && knows_global_state_) state->passed = GlobalState::now(keys);
+  if (ok && knows_global_state_) state->passed = GlobalState::now(thread);
   return ok;
 }
 
@@ -321,6 +342,17 @@ bool op_is_global(Op op) { /* Dynamo runs these before it disables torch functio
          op == Op::check_lambda_no_args;
 }
 
+/* Such a row looks at a method's function, or at what is the same for all methods. */
+bool serves_function(Op op) {
+  switch (op) {
+  case Op::func_defaults: case Op::func_kwdefaults: case Op::closure: case Op::code: case Op::check_type:
+  case Op::check_not_none:
+    return true;
+  default:
+    return false;
+  }
+}
+
 bool is_relation(Op op) { return op == Op::check_overlap || op == Op::check_symbolic_shapes; }
 
 /* A check_shapes row rarely calls Python: then, not before, the registers of earlier rows are owned. */
@@ -355,13 +387,31 @@ bool may_call_python(const Row &row) {
   }
 }
 
-PyObject *plain_attribute(PyObject *o, PyObject *name) {
-  PyTypeObject *type = Py_TYPE(o);
+namespace {
+
+/* The `__dict__` (borrowed) in which an attribute of that name is looked for without Python, unless a data
+ * descriptor of the type is found first; else null. */
+PyObject *plain_dict(PyObject *o, PyObject *name) {
   PyObject **slot = instance_dict_slot(o);
-  if ((type->tp_getattro != PyObject_GenericGetAttr && !PyModule_CheckExact(o)) || slot == nullptr) return nullptr;
-  if (*slot == nullptr || ((uintptr_t)*slot & 1) != 0 || !PyUnicode_CheckExact(name)) return nullptr;
-  if (!PyDict_Check(*slot) || !dict_has_string_keys(*slot)) return nullptr;
-  return _PyType_Lookup(type, name) == nullptr ? PyDict_GetItemWithError(*slot, name) : nullptr;
+  if (slot == nullptr || *slot == nullptr || ((uintptr_t)*slot & 1) != 0) return nullptr;
+  if (!PyUnicode_CheckExact(name)) return nullptr;
+  const bool plain = PyModule_CheckExact(o) || looks_up_as_object(Py_TYPE(o));
+  return plain && PyDict_Check(*slot) && dict_has_string_keys(*slot) ? *slot : nullptr;
+}
+
+} // namespace
+
+PyObject *plain_attribute(PyObject *o, PyObject *name) {
+  PyObject *dict = plain_dict(o, name);
+  const bool found = dict != nullptr && _PyType_Lookup(Py_TYPE(o), name) == nullptr;
+  return found ? PyDict_GetItemWithError(dict, name) : nullptr;
+}
+
+PyObject *plain_method(PyObject *o, PyObject *name) {
+  PyObject *dict = plain_dict(o, name);
+  if (dict == nullptr || PyDict_GetItemWithError(dict, name) != nullptr) return nullptr;
+  PyObject *found = _PyType_Lookup(Py_TYPE(o), name);
+  return found != nullptr && PyFunction_Check(found) ? found : nullptr;
 }
 
 std::vector<int32_t> registers_used(const Row &row) {
@@ -404,7 +454,6 @@ GuardProgram::~GuardProgram() {
     if (row.op == Op::check_no_alias) delete static_cast<std::vector<int32_t> *>(row.payload);
     else if (row.op == Op::check_dispatch_keys) delete static_cast<KeysetSpec *>(row.payload);
     else if (row.op == Op::check_global_state) delete static_cast<GlobalStateCheck *>(row.payload);
-    else if (row.op == Op::check_no_attr) delete static_cast<AbsentAttributes *>(row.payload);
     else if (is_relation(row.op)) delete static_cast<Relation *>(row.payload);
     else if (row.op == Op::check_shapes) delete_shape_program(static_cast<ShapeProgram *>(row.payload));
     Py_CLEAR(row.object);
@@ -447,6 +496,22 @@ bool GuardProgram::add(const char *op, int dst, int src, int64_t a, int64_t b, P
   return true;
 }
 
+/* One for all tensors of a type, so that it is in the cache. */
+AbsentAttributes *GuardProgram::absent_attributes(const Row &row) {
+  const Row *before = rows_.empty() ? nullptr : &rows_.back();
+  const bool is_of_tensor = before != nullptr && before->op == Op::check_tensor && before->src == row.src;
+  const PyTypeObject *of = is_of_tensor ? static_cast<TensorSpec *>(before->payload)->type : nullptr;
+  for (const auto &absent : absent_) {
+    if (of == nullptr || of != absent->of) continue;
+    const int same = PyObject_RichCompareBool(absent->names, row.object, Py_EQ);
+    if (same != 0) return same < 0 ? nullptr : absent.get();
+  }
+  absent_.push_back(std::make_unique<AbsentAttributes>());
+  absent_.back()->names = row.object;
+  absent_.back()->of = of;
+  return absent_.back().get();
+}
+
 bool GuardProgram::decode(Row *row) {
   switch (row->op) {
   case Op::local:
@@ -470,8 +535,8 @@ bool GuardProgram::decode(Row *row) {
       PyErr_SetString(PyExc_TypeError, "check_no_attr: expected a tuple of names");
       return false;
     }
-    row->payload = new AbsentAttributes();
-    return true;
+    row->payload = absent_attributes(*row);
+    return row->payload != nullptr;
   case Op::check_dispatch_keys: {
     unsigned long long keyset, include, exclude;
     if (!PyArg_ParseTuple(row->object, "KKK", &keyset, &include, &exclude)) return false;
@@ -553,8 +618,13 @@ void GuardProgram::seal() {
     if (may_call_python(row)) next_python = i;
   }
   opened_.assign(n_registers_, false);
-  for (const Row &row : rows_)
+  for_function_.assign(n_registers_, true);
+  for (const Row &row : rows_) {
     if (row.op == Op::generic_dict || row.op == Op::dict_item || row.op == Op::dict_value) opened_[row.src] = true;
+    for (int32_t r : registers_used(row))
+      if (!serves_function(row.op)) for_function_[r] = false;
+  }
+  for (int r : fetched_) for_function_[r] = false;
   sealed_ = true;
 }
 
@@ -564,15 +634,23 @@ void GuardProgram::set_fetched(std::vector<int> registers) {
 }
 
 struct GuardProgram::Run {
+  /* A constructor, as an aggregate would be cleared from end to end first. */
+  Run(PyObject *const *locals, PyObject **registers, bool disables_torch_function)
+      : locals(locals), registers(registers), disables_torch_function(disables_torch_function) {}
   PyObject *const *locals;
   PyObject **registers;
   bool disables_torch_function; /* for the rows that may call Python */
+  const TorchThread &thread = TorchThread::current();
   at::impl::TorchFunctionDisabledState torch_function = at::impl::TorchFunctionDisabledState::ENABLED;
   int failed = -1;
-  c10::SmallVector<PyObject *, 16> owned{};
+  c10::SmallVector<PyObject *, 16> owned;
   ~Run() {
     for (PyObject *o : owned) Py_DECREF(o);
   }
+  /* Null fails the guards. */
+  [[gnu::always_inline]] PyObject *fetch(const Row &row, PyObject *v) const;
+  /* Of row `i`, which fetches nothing. */
+  [[gnu::always_inline]] bool check(const Row *rows, int i, PyObject *v, PyObject *framelocals);
 };
 
 bool GuardProgram::run(PyObject *const *locals, int *failed, Fetched *fetched, PyObject **looked_at) {
@@ -597,7 +675,7 @@ bool GuardProgram::run_all(PyObject *const *locals, int *failed, Fetched *fetche
   }
   bool passed;
   {
-    Run run{locals, registers, disables_torch_function_};
+    Run run(locals, registers, disables_torch_function_);
     passed = execute(rows_.data(), rows_.size(), &run);
     *failed = run.failed;
     if (!passed && looked_at != nullptr) {
@@ -616,13 +694,15 @@ bool GuardProgram::run_memo(Memo *memo, PyObject *const *locals, Fetched *fetche
   PyObject **registers = memo->registers.data();
   bool passed;
   {
-    Run run{locals, registers, memo->calls_python && disables_torch_function_};
+    Run run(locals, registers, memo->calls_python && disables_torch_function_);
     memo->busy = true;
-    passed = execute(memo->first.data(), memo->first.size(), &run) && memos_.look(memo, *this, locals);
+    passed = !memo->has_facts() || (execute(memo->first.data(), memo->first.size(), &run) &&
+                                    memos_.look(memo, *this, locals, run.thread));
     if (passed && memo->calls_python)
       for (int r : memo->taken) run.owned.push_back(Py_NewRef(registers[r]));
     passed = passed && execute(memo->rest.data(), memo->rest.size(), &run);
-    if (passed && memo->calls_python) passed = memos_.look(memo, *this, locals); /* what Python left of it */
+    if (passed && memo->calls_python) /* what Python left of it */
+      passed = memos_.look(memo, *this, locals, run.thread);
     if (passed && fetched != nullptr)
       for (int r : fetched_) fetched->add(registers[r]);
     memo->busy = false;
@@ -649,7 +729,7 @@ int GuardProgram::failing_row(PyObject *const *locals) {
 }
 
 bool GuardProgram::run_row(const Row &row, PyObject *const *locals, PyObject **registers) const {
-  Run run{locals, registers, false};
+  Run run(locals, registers, false);
   const bool passed = execute(&row, 1, &run);
   if (PyErr_Occurred()) PyErr_Clear();
   return passed;
@@ -658,7 +738,7 @@ bool GuardProgram::run_row(const Row &row, PyObject *const *locals, PyObject **r
 /* A C++ exception out of torch, which Dynamo would raise, fails the guards: stock decides. */
 bool GuardProgram::execute(const Row *rows, size_t n, Run *run) const {
   using TLS = at::impl::PythonTorchFunctionTLS;
-  if (run->disables_torch_function) run->torch_function = TLS::get_disabled_state();
+  if (run->disables_torch_function) run->torch_function = run->thread.torch_function();
   bool passed;
   try {
     passed = execute_rows(rows, static_cast<int>(n), run);
@@ -669,17 +749,159 @@ bool GuardProgram::execute(const Row *rows, size_t n, Run *run) const {
   return passed;
 }
 
+inline PyObject *GuardProgram::Run::fetch(const Row &row, PyObject *v) const {
+  switch (row.op) {
+  case Op::local: return locals[row.a];
+  case Op::globals: return row.object;
+  case Op::getattr:
+    return row.flags & kPlain ? plain_attribute(v, row.object) : PyObject_GetAttr(v, row.object);
+  case Op::generic_getattr:
+    return row.flags & kPlain ? plain_attribute(v, row.object) : PyObject_GenericGetAttr(v, row.object);
+  case Op::generic_dict: return PyObject_GenericGetDict(v, nullptr);
+  case Op::getitem: return PyObject_GetItem(v, row.object);
+  case Op::dict_item: return PyDict_Check(v) ? PyDict_GetItemWithError(v, row.object) : nullptr;
+  case Op::list_item:
+    if (!PyList_Check(v) || row.a < 0 || row.a >= PyList_GET_SIZE(v)) return nullptr;
+    return PyList_GET_ITEM(v, row.a);
+  case Op::tuple_item:
+    if (!PyTuple_Check(v) || row.a < 0 || row.a >= PyTuple_GET_SIZE(v)) return nullptr;
+    return PyTuple_GET_ITEM(v, row.a);
+  case Op::set_item: {
+    PyObject *list = PySequence_List(v), *out = nullptr;
+    if (list != nullptr && row.a >= 0 && row.a < PyList_GET_SIZE(list))
+      out = Py_NewRef(PyList_GET_ITEM(list, row.a));
+    Py_XDECREF(list);
+    return out;
+  }
+  case Op::tuple_iterator_item: {
+    auto *it = (TupleIterator *)v; /* a check_tuple_iterator row precedes */
+    if (it->it_seq == nullptr || it->it_index + row.a >= PyTuple_GET_SIZE(it->it_seq)) return nullptr;
+    return PyTuple_GET_ITEM(it->it_seq, it->it_index + row.a);
+  }
+  case Op::type: return (PyObject *)Py_TYPE(v);
+  case Op::type_dict: return PyType_Check(v) ? ((PyTypeObject *)v)->tp_dict : nullptr;
+  case Op::type_mro: return PyType_Check(v) ? ((PyTypeObject *)v)->tp_mro : nullptr;
+  case Op::func_defaults:
+    return PyFunction_Check(function_of(v)) ? PyFunction_GET_DEFAULTS(function_of(v)) : nullptr;
+  case Op::func_kwdefaults:
+    return PyFunction_Check(function_of(v)) ? PyFunction_GET_KW_DEFAULTS(function_of(v)) : nullptr;
+  case Op::closure:
+    return PyFunction_Check(function_of(v)) ? PyFunction_GET_CLOSURE(function_of(v)) : nullptr;
+  case Op::code: return PyFunction_Check(function_of(v)) ? PyFunction_GET_CODE(function_of(v)) : nullptr;
+  case Op::grad: return is_tensor(v) ? THPVariable_Wrap(THPVariable_Unpack(v).grad()) : nullptr;
+  case Op::tensor_size:
+  case Op::tensor_stride:
+  case Op::tensor_storage_offset: return tensor_property(v, row.op, row.a);
+  case Op::weakref_call: return referent(v);
+  case Op::call_no_args: return PyCallable_Check(v) ? PyObject_CallNoArgs(v) : nullptr;
+  case Op::global_weakref: {
+    PyObject *weakref = PyDict_Check(v) ? PyDict_GetItemWithError(v, row.object) : nullptr;
+    return weakref != nullptr ? referent(weakref) : nullptr;
+  }
+  case Op::call: return PyObject_CallOneArg(row.object, v);
+  case Op::dict_key: return PyDict_Check(v) ? dict_entry(v, row.a, true) : nullptr;
+  case Op::dict_value: return PyDict_Check(v) ? dict_entry(v, row.a, false) : nullptr;
+  default: return nullptr;
+  }
+}
+
+inline bool GuardProgram::Run::check(const Row *rows, int i, PyObject *v, PyObject *framelocals) {
+  const Row &row = rows[i];
+  PyObject *const *r = registers;
+  switch (row.op) {
+  case Op::check_type:
+    return (int64_t)Py_TYPE(v) == row.a ||
+           (row.a == (int64_t)&PyFunction_Type && Py_TYPE(v) == doored_function_type);
+  case Op::check_id: return (int64_t)v == row.a;
+  case Op::check_none: return v == Py_None;
+  case Op::check_not_none: return v != Py_None;
+  case Op::check_true: return v == Py_True;
+  case Op::check_false: return v == Py_False;
+  case Op::check_equals:
+    return v == row.object || (Py_TYPE(v) == Py_TYPE(row.object) && compare_equal(v, row.object));
+  case Op::check_length: return length_is(row, v);
+  case Op::check_dict_length: return PyDict_Check(v) && PyDict_GET_SIZE(v) == row.a;
+  case Op::check_dict: return (int64_t)Py_TYPE(v) == row.a && PyDict_GET_SIZE(v) == row.b;
+  case Op::check_tuple_iterator: {
+    auto *it = (TupleIterator *)v;
+    return (int64_t)Py_TYPE(v) == row.b &&
+           (it->it_seq ? PyTuple_GET_SIZE(it->it_seq) - it->it_index : 0) == row.a;
+  }
+  case Op::check_range_iterator: return range_iterator_is(v, row.object, row.b);
+  case Op::check_mapping_keys: {
+    PyObject *keys = PyMapping_Keys(v);
+    const bool ok = keys != nullptr && compare_equal(keys, row.object);
+    Py_XDECREF(keys);
+    return ok;
+  }
+  case Op::check_no_attr:
+    return attributes_are_absent(static_cast<AbsentAttributes *>(row.payload), v, row.flags & kPlain);
+  case Op::check_dict_contains: {
+    int has = PyDict_Check(v) ? PyDict_Contains(v, row.object) : 0;
+    return has >= 0 && has == row.a;
+  }
+  case Op::check_set_contains: {
+    int has = PyAnySet_Check(v) ? PySet_Contains(v, row.object) : 0;
+    return has >= 0 && has == row.a;
+  }
+  case Op::check_float_nan: return PyFloat_CheckExact(v) && std::isnan(PyFloat_AS_DOUBLE(v));
+  case Op::check_complex_nan: {
+    if (!PyComplex_CheckExact(v)) return false;
+    Py_complex c = PyComplex_AsCComplex(v);
+    return std::isnan(c.real) || std::isnan(c.imag);
+  }
+  case Op::check_dual_level: return dual_level_is(row.a);
+  case Op::check_dict_version: return PyDict_Check(v) && (int64_t)dict_version(v) == row.a;
+  case Op::check_default_device: return default_device_is(row.object);
+  case Op::check_global_state: return global_state_is(row, thread);
+  case Op::check_function_modes: return function_modes_match(row.object, thread);
+  case Op::check_dispatch_keys:
+    try {
+      auto keys = py::handle(v).cast<c10::DispatchKeySet>();
+      return applied_keyset(keys, thread.keys()) == static_cast<KeysetSpec *>(row.payload)->keyset;
+    } catch (const py::cast_error &) {
+      return false;
+    }
+  case Op::check_tensor:
+    if (row.flags & kFetchesAhead) {
+      const auto *near = reinterpret_cast<const CacheLine *>(row.a);
+      for (int line = 0; line < 3; line++) __builtin_prefetch(near + line);
+      __builtin_prefetch(row.object);
+    }
+    if (!tensor_matches(*static_cast<TensorSpec *>(row.payload), v, thread.keys())) return false;
+    if (!(row.flags & kBare)) return true;
+    return attributes_are_absent(reinterpret_cast<AbsentAttributes *>(row.b), v, true);
+  case Op::check_no_alias: return registers_distinct(row, r);
+  case Op::check_same: return v == r[row.a];
+  case Op::check_saved_tensor_hooks:
+    /* No hooks at all is how Dynamo records None; anything else is for Dynamo's own lambda. */
+    return (row.a != 0 && !thread.has_saved_tensor_hooks()) ||
+           consume_truth(PyObject_CallOneArg(row.object, Py_None));
+  case Op::check_lambda: return consume_truth(PyObject_CallOneArg(row.object, v));
+  case Op::check_lambda_locals: return holds_of_locals(row.object, framelocals, locals);
+  case Op::check_overlap: return storages_overlap(*static_cast<Relation *>(row.payload), row.a, r);
+  case Op::check_symbolic_shapes:
+    return symbolic_shapes_hold(*static_cast<Relation *>(row.payload), row.b, row.a, r);
+  case Op::check_shapes: {
+    const auto &shapes = *static_cast<ShapeProgram *>(row.payload);
+    Verdict verdict = shapes_hold(shapes, r);
+    const bool ask = verdict == Verdict::undecided && !(row.flags & kPlain);
+    if (ask) own_fetched(rows, i, r, &owned);
+    return verdict == Verdict::yes || (ask && holds_of_locals(shape_function(shapes), framelocals, locals));
+  }
+  case Op::check_lambda_no_args: return consume_truth(PyObject_CallNoArgs(row.object));
+  case Op::check_leaf: return consume_truth(PyObject_CallOneArg(row.object, v));
+  default: return false;
+  }
+}
+
 bool GuardProgram::execute_rows(const Row *rows, int n, Run *run) const {
   using TLS = at::impl::PythonTorchFunctionTLS;
-  PyObject *const *locals = run->locals;
   PyObject **r = run->registers;
-  const c10::impl::LocalDispatchKeySet local_keys = c10::impl::tls_local_dispatch_key_set();
   bool torch_function_disabled = false;
   for (int i = 0; i < n; i++) {
     const Row &row = rows[i];
     PyObject *v = row.src >= 0 ? r[row.src] : nullptr;
-    PyObject *out = nullptr;
-    bool ok = false;
     run->failed = i;
     if (run->disables_torch_function && torch_function_disabled != !(row.flags & kGlobal)) {
       torch_function_disabled = !torch_function_disabled;
@@ -687,164 +909,16 @@ bool GuardProgram::execute_rows(const Row *rows, int n, Run *run) const {
                                   ? at::impl::TorchFunctionDisabledState::ALL_DISABLED
                                   : run->torch_function);
     }
-    switch (row.op) {
-    /* fetches: a null result fails the guards */
-    case Op::local: out = locals[row.a]; break;
-    case Op::globals: out = row.object; break;
-    case Op::getattr:
-      out = row.flags & kPlain ? plain_attribute(v, row.object) : PyObject_GetAttr(v, row.object);
-      break;
-    case Op::generic_getattr:
-      out = row.flags & kPlain ? plain_attribute(v, row.object) : PyObject_GenericGetAttr(v, row.object);
-      break;
-    case Op::generic_dict: out = PyObject_GenericGetDict(v, nullptr); break;
-    case Op::getitem: out = PyObject_GetItem(v, row.object); break;
-    case Op::dict_item: out = PyDict_Check(v) ? PyDict_GetItemWithError(v, row.object) : nullptr; break;
-    case Op::list_item:
-      if (PyList_Check(v) && row.a >= 0 && row.a < PyList_GET_SIZE(v)) out = PyList_GET_ITEM(v, row.a);
-      break;
-    case Op::tuple_item:
-      if (PyTuple_Check(v) && row.a >= 0 && row.a < PyTuple_GET_SIZE(v)) out = PyTuple_GET_ITEM(v, row.a);
-      break;
-    case Op::set_item: {
-      PyObject *list = PySequence_List(v);
-      if (list != nullptr && row.a >= 0 && row.a < PyList_GET_SIZE(list))
-        out = Py_NewRef(PyList_GET_ITEM(list, row.a));
-      Py_XDECREF(list);
-      break;
+    if (row.dst < 0) {
+      if (!run->check(rows, i, v, framelocals_)) return false;
+      continue;
     }
-    case Op::tuple_iterator_item: {
-      auto *it = (TupleIterator *)v; /* a check_tuple_iterator row precedes */
-      if (it->it_seq != nullptr && it->it_index + row.a < PyTuple_GET_SIZE(it->it_seq))
-        out = PyTuple_GET_ITEM(it->it_seq, it->it_index + row.a);
-      break;
-    }
-    case Op::type: out = (PyObject *)Py_TYPE(v); break;
-    case Op::type_dict: out = PyType_Check(v) ? ((PyTypeObject *)v)->tp_dict : nullptr; break;
-    case Op::type_mro: out = PyType_Check(v) ? ((PyTypeObject *)v)->tp_mro : nullptr; break;
-    case Op::func_defaults:
-      if (PyFunction_Check(function_of(v))) out = PyFunction_GET_DEFAULTS(function_of(v));
-      break;
-    case Op::func_kwdefaults:
-      if (PyFunction_Check(function_of(v))) out = PyFunction_GET_KW_DEFAULTS(function_of(v));
-      break;
-    case Op::closure:
-      if (PyFunction_Check(function_of(v))) out = PyFunction_GET_CLOSURE(function_of(v));
-      break;
-    case Op::code:
-      if (PyFunction_Check(function_of(v))) out = PyFunction_GET_CODE(function_of(v));
-      break;
-    case Op::grad: out = is_tensor(v) ? THPVariable_Wrap(THPVariable_Unpack(v).grad()) : nullptr; break;
-    case Op::tensor_size:
-    case Op::tensor_stride:
-    case Op::tensor_storage_offset: out = tensor_property(v, row.op, row.a); break;
-    case Op::weakref_call: out = referent(v); break;
-    case Op::call_no_args: out = PyCallable_Check(v) ? PyObject_CallNoArgs(v) : nullptr; break;
-    case Op::global_weakref: {
-      PyObject *weakref = PyDict_Check(v) ? PyDict_GetItemWithError(v, row.object) : nullptr;
-      if (weakref != nullptr) out = referent(weakref);
-      break;
-    }
-    case Op::call: out = PyObject_CallOneArg(row.object, v); break;
-    case Op::dict_key: out = PyDict_Check(v) ? dict_entry(v, row.a, true) : nullptr; break;
-    case Op::dict_value: out = PyDict_Check(v) ? dict_entry(v, row.a, false) : nullptr; break;
-    /* checks */
-    case Op::check_type:
-      ok = (int64_t)Py_TYPE(v) == row.a ||
-           (row.a == (int64_t)&PyFunction_Type && Py_TYPE(v) == doored_function_type);
-      break;
-    case Op::check_id: ok = (int64_t)v == row.a; break;
-    case Op::check_none: ok = v == Py_None; break;
-    case Op::check_not_none: ok = v != Py_None; break;
-    case Op::check_true: ok = v == Py_True; break;
-    case Op::check_false: ok = v == Py_False; break;
-    case Op::check_equals:
-      ok = v == row.object || (Py_TYPE(v) == Py_TYPE(row.object) && compare_equal(v, row.object));
-      break;
-    case Op::check_length: ok = length_is(row, v); break;
-    case Op::check_dict_length: ok = PyDict_Check(v) && PyDict_GET_SIZE(v) == row.a; break;
-    case Op::check_dict: ok = (int64_t)Py_TYPE(v) == row.a && PyDict_GET_SIZE(v) == row.b; break;
-    case Op::check_tuple_iterator: {
-      auto *it = (TupleIterator *)v;
-      ok = (int64_t)Py_TYPE(v) == row.b &&
-           (it->it_seq ? PyTuple_GET_SIZE(it->it_seq) - it->it_index : 0) == row.a;
-      break;
-    }
-    case Op::check_range_iterator: ok = range_iterator_is(v, row.object, row.b); break;
-    case Op::check_mapping_keys: {
-      PyObject *keys = PyMapping_Keys(v);
-      ok = keys != nullptr && compare_equal(keys, row.object);
-      Py_XDECREF(keys);
-      break;
-    }
-    case Op::check_no_attr: ok = attributes_are_absent(row, v); break;
-    case Op::check_dict_contains: {
-      int has = PyDict_Check(v) ? PyDict_Contains(v, row.object) : 0;
-      ok = has >= 0 && has == row.a;
-      break;
-    }
-    case Op::check_set_contains: {
-      int has = PyAnySet_Check(v) ? PySet_Contains(v, row.object) : 0;
-      ok = has >= 0 && has == row.a;
-      break;
-    }
-    case Op::check_float_nan: ok = PyFloat_CheckExact(v) && std::isnan(PyFloat_AS_DOUBLE(v)); break;
-    case Op::check_complex_nan: {
-      if (!PyComplex_CheckExact(v)) break;
-      Py_complex c = PyComplex_AsCComplex(v);
-      ok = std::isnan(c.real) || std::isnan(c.imag);
-      break;
-    }
-    case Op::check_dual_level: ok = dual_level_is(row.a); break;
-    case Op::check_dict_version: ok = PyDict_Check(v) && (int64_t)dict_version(v) == row.a; break;
-    case Op::check_default_device: ok = default_device_is(row.object); break;
-    case Op::check_global_state: ok = global_state_is(row, local_keys); break;
-    case Op::check_function_modes: ok = function_modes_match(row.object); break;
-    case Op::check_dispatch_keys:
-      try {
-        auto keys = py::handle(v).cast<c10::DispatchKeySet>();
-        ok = applied_keyset(keys, local_keys) == static_cast<KeysetSpec *>(row.payload)->keyset;
-      } catch (const py::cast_error &) {
-        ok = false;
-      }
-      break;
-    case Op::check_tensor:
-      ok = tensor_matches(*static_cast<TensorSpec *>(row.payload), v, local_keys);
-      break;
-    case Op::check_no_alias: ok = registers_distinct(row, r); break;
-    case Op::check_same: ok = v == r[row.a]; break;
-    case Op::check_saved_tensor_hooks:
-      /* No hooks at all is how Dynamo records None; anything else is for Dynamo's own lambda. */
-      ok = (row.a != 0 && !at::SavedTensorDefaultHooks::get_hooks(true).has_value()) ||
-           consume_truth(PyObject_CallOneArg(row.object, Py_None));
-      break;
-    case Op::check_lambda: ok = consume_truth(PyObject_CallOneArg(row.object, v)); break;
-    case Op::check_lambda_locals: ok = holds_of_locals(row.object, framelocals_, locals); break;
-    case Op::check_overlap: ok = storages_overlap(*static_cast<Relation *>(row.payload), row.a, r); break;
-    case Op::check_symbolic_shapes:
-      ok = symbolic_shapes_hold(*static_cast<Relation *>(row.payload), row.b, row.a, r);
-      break;
-    case Op::check_shapes: {
-      const auto &shapes = *static_cast<ShapeProgram *>(row.payload);
-      Verdict verdict = shapes_hold(shapes, r);
-      const bool ask = verdict == Verdict::undecided && !(row.flags & kPlain);
-      if (ask) own_fetched(rows, i, r, &run->owned);
-      ok = verdict == Verdict::yes ||
-           (ask && holds_of_locals(shape_function(shapes), framelocals_, locals));
-      break;
-    }
-    case Op::check_lambda_no_args: ok = consume_truth(PyObject_CallNoArgs(row.object)); break;
-    case Op::check_leaf: ok = consume_truth(PyObject_CallOneArg(row.object, v)); break;
-    }
-    if (row.dst >= 0) {
-      if (out == nullptr) return false;
-      r[row.dst] = out;
-      if (row.flags & (kOwned | kTakeReference)) {
-        if (row.flags & kTakeReference) Py_INCREF(out);
-        run->owned.push_back(out);
-      }
-    } else if (!ok) {
-      return false;
+    PyObject *out = run->fetch(row, v);
+    if (out == nullptr) return false;
+    r[row.dst] = out;
+    if (row.flags & (kOwned | kTakeReference)) {
+      if (row.flags & kTakeReference) Py_INCREF(out);
+      run->owned.push_back(out);
     }
   }
   return true;

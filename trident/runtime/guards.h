@@ -11,8 +11,8 @@
 
 #include "cpython_frame.h"
 #include "memo.h"
+#include "torch_thread.h"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
 #include <string>
@@ -60,17 +60,23 @@ constexpr uint16_t kTakeReference = 2; /* borrowed, but Python may run before it
 constexpr uint16_t kGlobal = 4;        /* reads global state: runs with torch function as it is */
 constexpr uint16_t kPlain = 8;         /* fails where Python would have to be called */
 constexpr uint16_t kDistinct = 16;     /* the payload is a Distinct */
+constexpr uint16_t kBare = 32;         /* and the AbsentAttributes at `b` are absent, plainly */
+constexpr uint16_t kFetchesAhead = 64; /* `a` and `object`: where another row's tensor was, see find_near */
+
+struct AbsentAttributes;
 
 bool may_call_python(const Row &row);
 /* Does comparing such an object with another of its type call no Python? */
 bool compares_plainly(const PyObject *o);
 
-/* Has the object, whose attributes are looked up without Python, none of the row's names? */
-bool attributes_are_absent_plainly(const Row &row, PyObject *o);
+/* Has the object, whose attributes are looked up without Python, none of the names? */
+bool attributes_are_absent_plainly(PyObject *names, PyObject *o);
 
 /* The attribute (borrowed) that an object has in its `__dict__`, where nothing of its type, and no Python,
  * has a say; else null. */
 PyObject *plain_attribute(PyObject *o, PyObject *name);
+/* The function (borrowed) of which `o.name` makes a method, without Python; else null. */
+PyObject *plain_method(PyObject *o, PyObject *name);
 std::vector<int32_t> registers_used(const Row &row);
 /* Makes a row that may call Python one that fails instead, if there is such a form. */
 bool make_plain(Row *row);
@@ -126,6 +132,7 @@ public:
   const std::vector<int> &fetched() const { return fetched_; }
   PyObject *framelocals() const { return framelocals_; }
   bool is_opened(int r) const { return opened_[r]; } /* is a dict of it, or an entry, fetched? */
+  bool is_for_function(int r) const { return for_function_[r]; } /* would a method's function do for it? */
   const Memos &memos() const { return memos_; }
   uint64_t full_runs() const { return full_runs_; }
   void use_memos(bool use) { uses_memos_ = use && dict_versions_reliable; }
@@ -133,6 +140,7 @@ public:
 
 private:
   bool decode(Row *row);
+  AbsentAttributes *absent_attributes(const Row &row);
   void seal();
   struct Run; /* one run's state */
   bool execute(const Row *rows, size_t n, Run *run) const;
@@ -140,9 +148,10 @@ private:
   bool run_memo(Memo *memo, PyObject *const *locals, Fetched *fetched);
   bool run_all(PyObject *const *locals, int *failed, Fetched *fetched, PyObject **looked_at);
   std::vector<Row> rows_;
-  std::vector<std::unique_ptr<TensorSpec>> specs_;
+  std::vector<std::unique_ptr<TensorSpec>> specs_; /* these and those: one for all rows that want it */
+  std::vector<std::unique_ptr<AbsentAttributes>> absent_;
   std::vector<int> fetched_;
-  std::vector<bool> opened_;
+  std::vector<bool> opened_, for_function_;
   Memos memos_;
   bool uses_memos_ = dict_versions_reliable;
   uint64_t full_runs_ = 0;

@@ -16,6 +16,7 @@ constexpr uint64_t kFreeRecords = 2 * kMaxMemos;
 constexpr int kFewRows = 4;
 /* So far ahead what will be looked at is fetched into the cache (which an old address does not harm). */
 constexpr size_t kAhead = 12;
+constexpr size_t kTensorsAhead = 4; /* of rows, which take longer */
 
 /* Nobody assigns to the `__class__` of such an object. */
 bool has_type_for_life(PyObject *o) {
@@ -45,7 +46,7 @@ public:
     for (; i < n; i++) {
       Row row = program_.row(i);
       row_ = i;
-      if (may_cover(row) && holds_now(row) && cover(row)) {
+      if (is_of_method(row) ? holds_of_methods(row) : may_cover(row) && holds_now(row) && cover(row)) {
         covered++;
         memo_->covered[i] = row.op != Op::check_tensor; /* which is read at each call */
         continue;
@@ -54,6 +55,12 @@ public:
       keep(row);
     }
     if (covered < kFewRows && memo_->calls_python) return nullptr;
+    finish_facts();
+    if (!memo_->has_facts()) {
+      memo_->rest.insert(memo_->rest.begin(), memo_->first.begin(), memo_->first.end());
+      memo_->first.clear();
+    }
+    fetch_tensors_ahead();
     for (int r : program_.fetched()) used_.insert(r);
     if (!memo_->calls_python)
       for (Row &row : memo_->rest) row.flags &= ~kTakeReference; /* nothing drops what they borrow */
@@ -65,6 +72,12 @@ public:
 
 private:
   bool may_cover(const Row &row) const { return row.dst < 0 || !changed_[row.dst]; }
+
+  bool is_of_method(const Row &row) const { return row.src >= 0 && methods_.count(row.src) != 0; }
+
+  static bool holds_of_methods(const Row &row) {
+    return row.op == Op::check_not_none || (row.op == Op::check_type && row.a == (int64_t)&PyMethod_Type);
+  }
 
   /* Python that a later row called may have changed what this row found. */
   bool holds_now(const Row &row) {
@@ -94,6 +107,14 @@ private:
   void keep(Row row) {
     for (int r : registers_used(row)) used_.insert(r);
     if (row.dst >= 0) fetched_.insert(row.dst);
+    if (row.op == Op::check_no_attr && (row.flags & kPlain) && !memo_->rest.empty()) {
+      Row &before = memo_->rest.back();
+      if (before.op == Op::check_tensor && before.src == row.src && !(before.flags & kBare)) {
+        before.b = reinterpret_cast<int64_t>(row.payload);
+        before.flags |= kBare;
+        return;
+      }
+    }
     if (row.op == Op::check_no_alias) {
       row.payload = distinct(*static_cast<Members *>(row.payload));
       row.flags |= kDistinct;
@@ -138,8 +159,30 @@ private:
     from_[r] = rows;
   }
 
-  Fact &new_fact() {
+  void finish_facts() {
+    memo_->n_facts = memo_->facts.size();
+    memo_->n_tensors = memo_->tensors.size();
+    if (memo_->n_facts != 0) memo_->facts.resize(memo_->n_facts + kAhead);
+    if (memo_->n_tensors != 0) memo_->tensors.resize(memo_->n_tensors + kAhead);
+  }
+
+  /* A row that checks a tensor fetches the one of a later row into the cache: as recorded, it often is. */
+  void fetch_tensors_ahead() {
+    std::vector<Row *> checks;
+    for (Row &row : memo_->rest)
+      if (row.op == Op::check_tensor) checks.push_back(&row);
+    for (size_t i = 0; i + kTensorsAhead < checks.size(); i++) {
+      const CacheLine *near[2];
+      find_near(r_[checks[i + kTensorsAhead]->src], near);
+      checks[i]->flags |= kFetchesAhead;
+      checks[i]->a = reinterpret_cast<int64_t>(near[0]);
+      checks[i]->object = reinterpret_cast<PyObject *>(const_cast<CacheLine *>(near[1]));
+    }
+  }
+
+  Fact &new_fact(Fact::Kind kind) {
     memo_->facts.emplace_back();
+    memo_->facts.back().kind = kind;
     return memo_->facts.back();
   }
 
@@ -148,10 +191,22 @@ private:
     auto found = typed_.find(o);
     if (found != typed_.end()) return memo_->facts[found->second];
     typed_.emplace(o, memo_->facts.size());
-    Fact &fact = new_fact();
+    return new_typed(Fact::typed, o);
+  }
+
+  Fact &new_typed(Fact::Kind kind, PyObject *o) {
+    Fact &fact = new_fact(kind);
     fact.object = o;
     fact.type = Py_TYPE(o);
     return fact;
+  }
+
+  bool type_is_unchanged(const PyTypeObject *type) {
+    const unsigned version = type_version(type);
+    auto is_it = [&](const TypeFact &fact) { return fact.type == type; };
+    if (version != 0 && std::none_of(memo_->types.begin(), memo_->types.end(), is_it))
+      memo_->types.push_back({type, version});
+    return version != 0;
   }
 
   /* Makes it part of the fact that the dict is unchanged. */
@@ -167,15 +222,18 @@ private:
   int entries(PyObject *dict) {
     auto found = dicts_.find(dict);
     if (found != dicts_.end()) return found->second;
-    return dict_has_string_keys(dict) ? unchanged(dict, &new_fact()) : -1;
+    return dict_has_string_keys(dict) ? unchanged(dict, &new_fact(Fact::dict)) : -1;
   }
 
   /* The dict in the slot of the object, which is as it is now. */
   bool open(PyObject *o, PyObject **slot, PyObject *dict) {
     if (slot == nullptr || *slot != dict || dict == nullptr || !dict_has_string_keys(dict)) return false;
+    const intptr_t offset = (char *)slot - (char *)o;
+    if (offset != static_cast<int16_t>(offset)) return false;
     Fact *fact = &type_of(o);
-    if (fact->slot != nullptr) fact = &new_fact();
-    fact->slot = slot;
+    if (fact->kind != Fact::typed) fact = &new_typed(Fact::opened, o);
+    fact->kind = Fact::opened;
+    fact->offset = static_cast<int16_t>(offset);
     unchanged(dict, fact);
     return true;
   }
@@ -219,7 +277,7 @@ private:
       depends_on_identity(row.src);
       know(row.dst, Known::fixed, from_[row.src]);
       return true;
-    case Op::getattr: return cover_module_attribute(row, v);
+    case Op::getattr: case Op::generic_getattr: return cover_attribute(row, v) || cover_method(row, v);
     case Op::check_type: return cover_type(row, v);
     case Op::check_id: case Op::check_none: case Op::check_not_none: case Op::check_true: case Op::check_false:
       return true;
@@ -264,24 +322,36 @@ private:
 
   bool cover_list_item(const Row &row, PyObject *list) {
     if (!program_.is_opened(row.dst) || !PyList_Check(list) || row.a < 0 || row.a > INT32_MAX) return false;
-    Fact &fact = new_fact();
-    fact.fetched = row.dst;
-    fact.object = list;
-    fact.type = Py_TYPE(list);
-    fact.version = kItem;
+    Fact &fact = new_typed(Fact::item, list);
+    fact.version = row.dst;
     fact.rows = static_cast<int>(row.a);
     fact.target = r_[row.dst];
     know(row.dst, Known::same);
     return true;
   }
 
-  /* The type of modules never gets an attribute of that name, others may. */
-  bool cover_module_attribute(const Row &row, PyObject *module) {
-    if (!PyModule_CheckExact(module) || plain_attribute(module, row.object) != r_[row.dst]) return false;
-    PyObject *dict = PyModule_GetDict(module);
-    if (!open(module, instance_dict_slot(module), dict)) return false;
-    memo_->dict_rows[entries(dict)].complete = false; /* this row is about the module */
+  bool cover_attribute(const Row &row, PyObject *o) {
+    if (plain_attribute(o, row.object) != r_[row.dst] || !open_for_attribute(o)) return false;
     know(row.dst, Known::fixed);
+    return true;
+  }
+
+  /* A method is made anew each time: where only its function is looked at, that serves in its place. */
+  bool cover_method(const Row &row, PyObject *o) {
+    PyObject *function = plain_method(o, row.object);
+    if (function == nullptr || !program_.is_for_function(row.dst) || !open_for_attribute(o)) return false;
+    memo_->registers[row.dst] = function;
+    methods_.insert(row.dst);
+    return true;
+  }
+
+  /* An attribute that is found without Python is the same while the type and the `__dict__` are. */
+  bool open_for_attribute(PyObject *o) {
+    PyObject **slot = instance_dict_slot(o);
+    if (!open(o, slot, *slot)) return false;
+    /* The type of modules never gets an attribute of that name, others may. */
+    if (!PyModule_CheckExact(o) && !type_is_unchanged(Py_TYPE(o))) return false;
+    memo_->dict_rows[entries(*slot)].complete = false; /* this row is about the object */
     return true;
   }
 
@@ -302,11 +372,10 @@ private:
   bool cover_absent_attributes(const Row &row, PyObject *o) {
     PyObject **slot = instance_dict_slot(o);
     if (slot == nullptr || memo_->tensors.empty() || memo_->tensors.back().tensor != o) return false;
-    if (!attributes_are_absent_plainly(row, o)) return false;
+    if (!attributes_are_absent_plainly(row.object, o)) return false;
+    if (!type_is_unchanged(Py_TYPE(o))) return false;
     TensorFact &fact = memo_->tensors.back();
-    fact.type_version = type_version(Py_TYPE(o));
-    if (fact.type_version == 0) return false;
-    fact.slot = slot;
+    fact.offset = (char *)slot - (char *)o;
     fact.dict = *slot;
     fact.version = *slot == nullptr ? 0 : dict_version(*slot);
     return true;
@@ -321,17 +390,24 @@ private:
   std::unordered_map<PyObject *, size_t> typed_;
   std::unordered_map<PyObject *, int> dicts_;
   std::unordered_set<int> used_, fetched_; /* registers, by the rows that run at each call */
+  std::unordered_set<int> methods_;        /* registers that hold the function of what was fetched */
   std::unique_ptr<Memo> memo_;
 };
 
 } // namespace
 
-bool Distinct::holds(PyObject *const *registers) const {
+bool Distinct::holds(PyObject *const *registers) {
+  bool same = passed.size() == live.size();
+  for (size_t i = 0; same && i < live.size(); i++) same = passed[i] == registers[live[i]];
+  if (same) return true;
   const size_t mask = table.size() - 1;
   for (int32_t r : live)
     for (size_t place = pointer_hash(registers[r]) & mask; table[place] != nullptr; place = (place + 1) & mask)
       if (table[place] == registers[r]) return false;
-  return pointers_distinct(live, registers);
+  if (!pointers_distinct(live, registers)) return false;
+  passed.clear();
+  for (int32_t r : live) passed.push_back(registers[r]);
+  return true;
 }
 
 bool Memo::anchors_hold(PyObject *const *locals) const {
@@ -340,37 +416,40 @@ bool Memo::anchors_hold(PyObject *const *locals) const {
   return true;
 }
 
-bool Memo::facts_hold(const GuardProgram &program, PyObject *const *locals, std::vector<bool> *changed) {
-  const size_t n_facts = facts.size(), n_tensors = tensors.size();
-  for (size_t i = 0; i < n_facts; i++) {
-    Fact &fact = facts[i];
-    const Fact &ahead = facts[std::min(i + kAhead, n_facts - 1)];
-    __builtin_prefetch(ahead.object);
-    __builtin_prefetch(ahead.target);
-    if (fact.object != nullptr && Py_TYPE(fact.object) != fact.type) return false;
-    if (fact.slot != nullptr && *fact.slot != fact.target) return false;
-    if (fact.version == kItem) {
-      if (PyList_GET_SIZE(fact.object) > fact.rows && PyList_GET_ITEM(fact.object, fact.rows) == fact.target) continue;
-      (*changed)[fact.fetched] = true;
+bool Memo::facts_hold(const GuardProgram &program, PyObject *const *locals, const TorchThread &thread,
+                      std::vector<bool> *changed) {
+  auto slot = [](PyObject *o, intptr_t offset) { return *(PyObject **)((char *)o + offset); };
+  for (Fact *fact = facts.data(), *end = fact + n_facts; fact != end; fact++) {
+    const Fact *ahead = fact + kAhead;
+    __builtin_prefetch((char *)ahead->object + ahead->offset);
+    __builtin_prefetch(ahead->target);
+    if (fact->kind == Fact::opened) {
+      if (Py_TYPE(fact->object) != fact->type) return false;
+      if (slot(fact->object, fact->offset) != fact->target) return false;
+    } else if (fact->kind != Fact::dict) {
+      if (Py_TYPE(fact->object) != fact->type) return false;
+      if (fact->kind == Fact::typed) continue;
+      const bool is_long = PyList_GET_SIZE(fact->object) > fact->rows;
+      if (is_long && PyList_GET_ITEM(fact->object, fact->rows) == fact->target) continue;
+      (*changed)[fact->version] = true;
       return false;
     }
-    if (fact.version != 0 && dict_version(fact.target) != fact.version &&
-        !look_again(program, locals, &fact, changed))
-      return false;
+    if (dict_version(fact->target) == fact->version) continue;
+    if (!look_again(program, locals, fact, changed)) return false;
   }
-  const auto local_keys = c10::impl::tls_local_dispatch_key_set();
-  for (size_t i = 0; i < n_tensors; i++) {
-    const TensorFact &fact = tensors[i];
-    const TensorFact &ahead = tensors[std::min(i + kAhead, n_tensors - 1)];
-    __builtin_prefetch(ahead.tensor);
-    for (int line = 0; line < 3; line++) __builtin_prefetch(ahead.near[0] + line);
-    __builtin_prefetch(ahead.near[1]);
-    __builtin_prefetch(ahead.dict);
-    if (!tensor_matches(*fact.spec, fact.tensor, local_keys)) return false;
-    if (fact.slot == nullptr) continue;
-    if (type_version(Py_TYPE(fact.tensor)) != fact.type_version || *fact.slot != fact.dict) return false;
-    if (fact.dict != nullptr && dict_version(fact.dict) != fact.version) return false;
+  const c10::impl::LocalDispatchKeySet local_keys = thread.keys();
+  for (const TensorFact *fact = tensors.data(), *end = fact + n_tensors; fact != end; fact++) {
+    const TensorFact *ahead = fact + kAhead;
+    __builtin_prefetch(ahead->tensor);
+    for (int line = 0; line < 3; line++) __builtin_prefetch(ahead->near[0] + line);
+    __builtin_prefetch(ahead->near[1]);
+    if (!tensor_matches(*fact->spec, fact->tensor, local_keys)) return false;
+    if (fact->offset == 0) continue;
+    if (slot(fact->tensor, fact->offset) != fact->dict) return false;
+    if (fact->dict != nullptr && dict_version(fact->dict) != fact->version) return false;
   }
+  for (const TypeFact &fact : types)
+    if (type_version(fact.type) != fact.version) return false;
   return true;
 }
 
@@ -446,9 +525,10 @@ bool Memos::may_record() {
   return !useless_;
 }
 
-bool Memos::look(Memo *memo, const GuardProgram &program, PyObject *const *locals) {
+bool Memos::look(Memo *memo, const GuardProgram &program, PyObject *const *locals,
+                 const TorchThread &thread) {
   try {
-    return memo->facts_hold(program, locals, &changed_);
+    return memo->facts_hold(program, locals, thread, &changed_);
   } catch (...) {
     return false;
   }

@@ -26,32 +26,42 @@ namespace trident {
 
 struct Row;
 struct TensorSpec;
+class TorchThread;
 struct CacheLine {
   char bytes[64];
 };
 class GuardProgram;
 
-/* Each part counts if it is set, in this order. */
 struct Fact {
-  PyObject *object = nullptr; /* its type is `type` */
+  enum Kind : uint8_t {
+    typed,  /* `object` is of `type` */
+    opened, /* and has its dict, `target`, at `offset`, with that version */
+    dict,   /* `target` has that version */
+    item,   /* `object` is of `type`, a list, whose item `rows` is `target` */
+  };
+  PyObject *object = nullptr;
   PyTypeObject *type = nullptr;
-  PyObject **slot = nullptr; /* holds `target` */
   PyObject *target = nullptr;
-  uint64_t version = 0; /* of the dict `target`; kItem: `target` is item `rows` of the list `object` */
-  int rows = -1;        /* where it has changed, what to look at again: an index into Memo::dict_rows */
-  int fetched = -1;     /* kItem: the register of the item */
+  uint64_t version = 0; /* item: the register of the item */
+  int rows = -1;        /* where a dict has changed, what to look at again: an index into Memo::dict_rows */
+  int16_t offset = 0;
+  Kind kind = typed;
 };
-constexpr uint64_t kItem = ~uint64_t{0};
 
 /* The tensor is as the guard wants it, and may be known to have no attribute of some names. */
 struct TensorFact {
   PyObject *tensor;
   const TensorSpec *spec;
   const CacheLine *near[2]; /* where more of it was when recorded: only for the cache */
-  PyObject **slot = nullptr; /* set: its `__dict__`, which is `dict` of that version, has none of them */
+  intptr_t offset = 0; /* set: of its `__dict__`, which is `dict` of that version and has none of them */
   PyObject *dict = nullptr;
   uint64_t version = 0;
-  unsigned type_version = 0; /* nor has its type, of that version */
+};
+
+/* The type, which an object among the facts has, and its bases have the attributes that they had. */
+struct TypeFact {
+  const PyTypeObject *type;
+  unsigned version;
 };
 
 struct Anchor {
@@ -63,24 +73,29 @@ struct Anchor {
 struct Distinct {
   std::vector<int32_t> live;
   std::vector<PyObject *> table;
-  bool holds(PyObject *const *registers) const;
+  std::vector<PyObject *> passed; /* the live ones, when they did */
+  bool holds(PyObject *const *registers);
 };
 
 class Memo {
 public:
+  bool has_facts() const { return n_facts + n_tensors != 0; }
   bool anchors_hold(PyObject *const *locals) const;
   /* Do the facts hold? If an entry of a dict has changed, its register is added to `changed`. */
-  bool facts_hold(const GuardProgram &program, PyObject *const *locals, std::vector<bool> *changed);
+  bool facts_hold(const GuardProgram &program, PyObject *const *locals, const TorchThread &thread,
+                  std::vector<bool> *changed);
 
   std::vector<bool> covered; /* per row of the program: is it implied by facts? */
   std::vector<Anchor> anchors;
-  std::vector<Row> first, rest; /* rows to run before and after the facts are looked at */
+  std::vector<Row> first, rest; /* rows to run before and after the facts are looked at, if there are any */
   bool calls_python = false;    /* some row of `rest` may */
   std::vector<PyObject *> registers;
   std::vector<int> taken; /* registers to own while rows call Python */
   bool busy = false;      /* rows that call Python are running */
+  size_t n_facts = 0, n_tensors = 0; /* and behind them some that are only fetched into the cache */
   std::vector<Fact> facts;
   std::vector<TensorFact> tensors;
+  std::vector<TypeFact> types;
   struct DictRows {
     std::vector<int> rows; /* of the program: about the entries of one dict */
     bool complete = true;  /* do they say all that follows from the entries? */
@@ -97,7 +112,7 @@ class Memos {
 public:
   Memo *find(PyObject *const *locals) const;
   /* Do its facts hold? No, where a C++ exception comes out of torch. */
-  bool look(Memo *memo, const GuardProgram &program, PyObject *const *locals);
+  bool look(Memo *memo, const GuardProgram &program, PyObject *const *locals, const TorchThread &thread);
   void hit() { hits_++, all_hits_++; }
   uint64_t hits() const { return all_hits_; }
   /* After a full run that passed. */
