@@ -546,7 +546,7 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
     made = [] if ignored else [context.new_slot(result) for result in op.results]
     unused = [slot for slot, is_used in zip(made, uses, strict=False) if not is_used]
     results: list[Any] = []
-    for count in call.returns if made else ():
+    for count in () if ignored else call.returns:
         results.append(made.pop(0) if count is None else [made.pop(0) for _ in range(count)])
     step = context.new_step(call.line)
     if call.is_factory:
