@@ -75,6 +75,8 @@ def import_wrapper(wrapper: Wrapper, emitter: Emitter) -> Signature:
         around.epilogue,
         [places[position] for position in around.epilogue_inputs],
         around.n_results,
+        wrapper.names,
+        wrapper.file,
     )
     if around.epilogue is None and len(importer.outputs) != around.n_results:
         raise UnsupportedGraph(f"it returns {len(importer.outputs)} values of {around.n_results}")
@@ -374,7 +376,8 @@ class _Importer:
         operator = operator_of(function, "out" in names)
         if operator is None:
             raise UnsupportedGraph("a call of a function that is not known")
-        return self._operator(operator, node)
+        by_overload = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+        return self._operator(operator, node, by_overload=by_overload)
 
     def _line(self, node: ast.AST) -> Line:
         return Line(self.wrapper.file, "call", getattr(node, "lineno", 0))
@@ -487,7 +490,9 @@ class _Importer:
             label=self.emitter.label(f"{check.line.file}:{check.line.line}"),
         )
 
-    def _operator(self, operator: Any, node: ast.Call, *owner: ast.expr) -> Any:
+    def _operator(
+        self, operator: Any, node: ast.Call, *owner: ast.expr, by_overload: bool = False
+    ) -> Any:
         """`owner`: the tensor whose method it is."""
         schema = operator._schema
         given: dict[str, ast.expr] = {str(k.arg): k.value for k in node.keywords}
@@ -509,7 +514,7 @@ class _Importer:
             raise UnsupportedGraph(f"{operator} has no argument {next(iter(given))}")
         counts = self._counts(schema, operator, node)
         line = self._line(node)
-        call = Call(operator, arguments, counts, line, is_factory=False)
+        call = Call(operator, arguments, counts, line, is_factory=False, by_overload=by_overload)
         results = self.emitter.step(
             "operator",
             operands,

@@ -45,7 +45,7 @@ class ProgramTable:
     integers: list[tuple[str, int, int]]
     numbers: list[tuple[int, int]]
     calls: list[tuple[str, str, list[tuple[str, Any]], list[Any]]]
-    lines: list[tuple[str, str, int, bool]]
+    lines: list[tuple[str, str, int, str]]
     steps: list[tuple[str, tuple[Any, ...]]]
     memory: Constants
     cudnn: bool | None
@@ -376,7 +376,7 @@ class _Context:
         self.constants: list[tuple[int, Any, Any]] = []
         self._numbers: dict[tuple[type, str, Any], int] = {}
         self.calls: list[tuple[str, str, list[tuple[str, Any]], list[Any]]] = []
-        self.lines: list[tuple[str, str, int, bool]] = []
+        self.lines: list[tuple[str, str, int, str]] = []
         self.layouts: list[tuple[list[int], list[tuple[int, int]], int]] = []
         self._layouts: dict[Any, int] = {}
         self.checks: list[tuple[int, int, Any, str | None]] = []
@@ -401,9 +401,9 @@ class _Context:
             return self.slots[value]
         return Integer(row, is_float=self.rows[row][0] == "float_input")
 
-    def new_step(self, line: Line, *, is_kernel: bool = False) -> int:
-        """The number of a step that is at `line`."""
-        self.lines.append((line.file, line.function, line.line, is_kernel))
+    def new_step(self, line: Line, caller: str = "bindings") -> int:
+        """The number of a step that is at `line`; `caller`: see runtime/program.h."""
+        self.lines.append((line.file, line.function, line.line, caller))
         return len(self.lines) - 1
 
     def new_layout(self, layout: Layout, op: ir.Operation) -> int:
@@ -504,7 +504,7 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
     results: list[Any] = []
     for count in call.returns if made else ():
         results.append(made.pop(0) if count is None else [made.pop(0) for _ in range(count)])
-    step = context.new_step(call.line)
+    step = context.new_step(call.line, "ops" if call.by_overload else "bindings")
     if call.is_factory:
         context.steps.append(("trident_program_below_autograd", (1,)))
     direct = direct_call(call.operator, arguments, results, context.memory)
@@ -572,7 +572,7 @@ def lower_kernel(context: _Context, op: ir.Operation) -> None:
             arguments.append(("integer", integers[value.index].row))
         else:
             arguments.append(("tensor", places[value.index]))
-    step = context.new_step(call.line, is_kernel=True)
+    step = context.new_step(call.line, "kernel")
     context.steps.append(("kernel", (call.kernel, arguments, step)))
 
 
