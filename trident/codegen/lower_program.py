@@ -495,14 +495,13 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
             plain = kind in ("constant", "default")
             arguments.append((kind, value if plain else slots(value)))
     uses = [any(True for _ in result.uses) for result in op.results]
-    returns_arguments = all(
-        r.alias_info is not None and r.alias_info.is_write for r in call.operator._schema.returns
-    )
-    ignored = returns_arguments and not any(uses)  # nobody looks at what it returns
+    # A reference to an argument, which nobody looks at. (Several are a tuple, which needs space.)
+    written = [r.alias_info and r.alias_info.is_write for r in call.operator._schema.returns]
+    ignored = written == [True] and not any(uses)
     made = [] if ignored else [context.new_slot(result) for result in op.results]
     unused = [slot for slot, is_used in zip(made, uses, strict=False) if not is_used]
     results: list[Any] = []
-    for count in call.returns if made else ():
+    for count in () if ignored else call.returns:
         results.append(made.pop(0) if count is None else [made.pop(0) for _ in range(count)])
     step = context.new_step(call.line, "ops" if call.by_overload else "bindings")
     if call.is_factory:
