@@ -21,6 +21,7 @@ from tests.conftest import frame_stats
 from tests.test_equality import assert_same
 from tests.test_host_programs import native_programs
 from tests.test_inductor import check, natively_and_stock, ones
+from trident.codegen import import_wrapper
 
 Case = tuple[Callable[..., Any], Callable[[], Any]]
 
@@ -189,6 +190,10 @@ DYNAMIC: dict[str, Case] = {
     )),
     "random": (lambda x: (torch.rand_like(x), torch.randperm(x.size(0))), lambda: (ones(5, 4),)),
     "views": (lambda x: (*_three_views(x + 1), *_three_views(x)), lambda: (ones(4, 6),)),
+    "integers_and_views": (
+        lambda x, n: (n, x.t(), n * 2, None, x[:n], x.size(0), (x + 1).view(-1), 3, x),
+        lambda: (ones(6, 4), 3),
+    ),
     "large": (lambda x, n: x + n, lambda: (torch.arange(3), 2**62)),
     "custom": (_custom, lambda: (ones(3, 4),)),
 }  # fmt: skip
@@ -253,6 +258,43 @@ def test_config(name: str) -> None:
         compiled = torch.compile(f)
         ours, stock = natively_and_stock(compiled, lambda: (ones(8, 8), ones(8, 8)))
     assert_same(ours[1:], stock[1:])
+
+
+def test_sizes_that_are_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's code asks a tensor for its sizes."""
+    original, n = import_wrapper._Importer._dimensions, []
+
+    def dimensions(self: Any, step: str, tensor: Any) -> Any:
+        n.append(step)
+        return original(self, step, tensor)
+
+    monkeypatch.setattr(import_wrapper._Importer, "_dimensions", dimensions)
+
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.kept = 0, [torch.zeros(3, 4)]
+
+        def forward(self, x: Any) -> Any:
+            self.calls += 1
+            self.kept[0] = self.kept[0] + x
+            return self.kept[0]
+
+    model = Cache()
+    compiled = torch.compile(model, dynamic=True)
+
+    def calls() -> list[Any]:
+        model.calls, model.kept = 0, [torch.zeros(3, 4)]
+        return [compiled(torch.ones(3, 4)).clone() for _ in range(4)]
+
+    with trident.enable(), torch.no_grad():
+        calls()
+        calls()
+        ours = calls()
+        assert "size" in n, "the test means nothing"
+        assert set(native_programs("forward")) == {True}
+    with torch.no_grad():
+        assert_same(ours, calls())
 
 
 # ---- floats that are inputs ----

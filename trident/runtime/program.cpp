@@ -417,6 +417,7 @@ bool compute_integers(const HostProgram *program, PyObject *const *inputs, int64
     }
     case IntegerOp::size:
     case IntegerOp::stride: {
+      if (!plain_tensor(inputs[a])) return false;
       const at::Tensor &tensor = THPVariable_Unpack(inputs[a]);
       if (b >= tensor.dim()) return false;
       const c10::SymInt size = row.op == IntegerOp::size ? tensor.sym_size(b) : tensor.sym_stride(b);
