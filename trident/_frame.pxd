@@ -56,6 +56,10 @@ cdef extern from "runtime/guards.h" namespace "trident":
 cdef extern from "runtime/program.h" namespace "trident":
     cdef cppclass IntegerRow:
         pass
+    cdef enum class Caller:
+        bindings
+        ops
+        kernel
     cdef enum class ProgramOutput:
         tensor
         integer
@@ -83,7 +87,7 @@ cdef extern from "runtime/program.h" namespace "trident":
     cbool program_add_integer(HostProgram *program, const char *op, int64_t a, int64_t b)
     cbool program_add_constant(HostProgram *program, int slot, PyObject *value, PyObject *dtype)
     void program_add_line(HostProgram *program, const char *file, const char *function, int line,
-                          cbool is_kernel)
+                          Caller caller)
     cbool program_add_layout(HostProgram *program, vector[int64_t] numbers, vector[pair[int, int]] computed,
                              int dtype)
     cbool program_add_check(HostProgram *program, int layout, int64_t alignment, PyObject *function,

@@ -41,7 +41,7 @@ class NativeProgram:
     def finish(
         self,
         outputs: list[tuple[str, int]],
-        lines: list[tuple[str, str, int, bool]],
+        lines: list[tuple[str, str, int, str]],
         cudnn: bool | None = None,
     ) -> None: ...
     def set_function(self, address: int, code: Any) -> None: ...

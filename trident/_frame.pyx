@@ -144,9 +144,10 @@ cdef class NativeProgram:
 
     def finish(self, list outputs, list lines, cudnn=None) -> None:
         """Sets the outputs, ("tensor", slot), ("integer", row) or ("none", 0), and, per step, (file,
-        function, line; 0 for none, is it a kernel of Inductor's). `cudnn`: the program is for calls
+        function, line; 0 for none, "bindings", "ops" or "kernel"). `cudnn`: the program is for calls
         while torch.backends.cudnn.enabled is this."""
         cdef ProgramOutput output
+        cdef Caller caller
         self.native.cudnn = -1 if cudnn is None else int(cudnn)
         for kind, place in outputs:
             is_integer = kind == "integer"
@@ -156,8 +157,10 @@ cdef class NativeProgram:
                       else ProgramOutput.tensor if kind == "tensor" else ProgramOutput.none)
             self.native.outputs.push_back(pair[ProgramOutput, int](output, place))
         self.native.n_results = <int>self.native.outputs.size()
-        for file, function, line, is_kernel in lines:
-            program_add_line(self.native, file.encode(), function.encode(), line, is_kernel)
+        for file, function, line, name in lines:
+            caller = (Caller.kernel if name == "kernel"
+                      else Caller.ops if name == "ops" else Caller.bindings)
+            program_add_line(self.native, file.encode(), function.encode(), line, caller)
 
     def set_function(self, uintptr_t address, code) -> None:
         """The JIT'd function; `code` lives as long as this object."""

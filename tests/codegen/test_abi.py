@@ -242,7 +242,7 @@ class Programs:
             integers=self.rows,
             numbers=[],
             calls=table_calls,
-            lines=[("", "", 0, False)] * len(calls),
+            lines=[("", "", 0, "bindings")] * len(calls),
             steps=steps,
             memory=memory,
             cudnn=None,

@@ -45,13 +45,15 @@ class Call:
     "tensor" (a Slot), "number" (as a tensor: the number, and a dtype if not its own), "tensors" and
     "optional_tensors" (lists of Slots, or None), "computed" (a Slot of an integer, or a list of
     these and ints); per return of the schema the number of tensors of a list, or None for one
-    tensor. `is_factory`: called below autograd, as torch's Python bindings call it."""
+    tensor. `is_factory`: called below autograd, as torch's Python bindings call it. `by_overload`:
+    stock calls it through torch.ops, from which warnings do not go to Python."""
 
     operator: Any
     arguments: list[tuple[str, Any]]
     returns: list[int | None]
     line: Line
     is_factory: bool
+    by_overload: bool = False
 
     def text(self) -> str:
         """The arguments that are not the schema's defaults."""
@@ -77,13 +79,16 @@ def _shown(value: Any) -> str:
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class Inference:
     """What a program for a graph of AOTAutograd's does beside its steps: see ``Around`` in
-    capture/inductor.py; here inputs are the program's, in their order."""
+    capture/inductor.py; here inputs are the program's, in their order. `names` are the globals of
+    Inductor's code, in `file`: for warnings."""
 
     without_autocast: bool
     mutated: list[int]
     epilogue: Any
     epilogue_inputs: list[int]
     n_results: int
+    names: dict[str, Any]
+    file: str
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

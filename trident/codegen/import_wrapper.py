@@ -69,21 +69,43 @@ def import_wrapper(wrapper: Wrapper, emitter: Emitter) -> Signature:
         raise UnsupportedGraph(
             f"AOTAutograd uses its input {missing[0]}, which the program does not"
         )
+    outputs = tuple(importer.outputs)
+    epilogue = around.epilogue
+    if epilogue is None and len(outputs) != around.n_results:
+        raise UnsupportedGraph(f"it returns {len(outputs)} values of {around.n_results}")
+    if epilogue is not None:
+        if outputs != tuple(range(len(outputs))):
+            epilogue = _in_order(epilogue, outputs)
+        outputs = tuple(range(around.n_results))
     inference = Inference(
         around.without_autocast,
         [places[position] for position in around.mutated],
-        around.epilogue,
+        epilogue,
         [places[position] for position in around.epilogue_inputs],
         around.n_results,
+        wrapper.names,
+        wrapper.file,
     )
-    if around.epilogue is None and len(importer.outputs) != around.n_results:
-        raise UnsupportedGraph(f"it returns {len(importer.outputs)} values of {around.n_results}")
-    outputs = tuple(importer.outputs)
-    if around.epilogue is not None:
-        if outputs != tuple(range(len(outputs))):
-            raise UnsupportedGraph("AOTAutograd changes its outputs, of which some are no tensors")
-        outputs = tuple(range(around.n_results))
     return Signature(tuple(importer.inputs), outputs, inference)
+
+
+def _in_order(
+    epilogue: Callable[[list[Any], list[Any]], list[Any]], places: tuple[int, ...]
+) -> Callable[[list[Any], list[Any]], list[Any]]:
+    """`epilogue`, for a program whose outputs are the graph's in another order: at `places`."""
+
+    def in_order(inputs: list[Any], outputs: list[Any]) -> list[Any]:
+        return epilogue(inputs, [outputs[place] for place in places])
+
+    return in_order
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class _Dimensions:
+    """The sizes or strides of an input: `step` is "size" or "stride"."""
+
+    step: str
+    tensor: ir.Value
 
 
 class _Several:
@@ -105,6 +127,7 @@ class _Importer:
         self._constants: dict[str, ir.Value] = {}
         self._returned = False
         self._depth = 0
+        self._has_run = False  # a kernel or an operator, so far
 
     # Statements
 
@@ -303,11 +326,10 @@ class _Importer:
     def _forget(self, value: Any) -> None:
         """Releases the tensors of `value` to which no name refers any more."""
         for tensor in _tensors(value):
-            if not any(tensor in _tensors(v) for v in self._locals.values()):
-                owner = tensor.owner
-                name = owner.name if isinstance(owner, ir.Operation) else owner.operation.name
-                if name in ("scm.operator", "scm.empty_strided", "scm.reinterpret"):
-                    self.emitter.step("release", [tensor])
+            named = any(tensor in _tensors(v) for v in self._locals.values())
+            made = ("scm.operator", "scm.empty_strided", "scm.reinterpret")
+            if not named and _step_of(tensor) in made:
+                self.emitter.step("release", [tensor])
 
     def _return(self, elements: list[ast.expr]) -> None:
         values = [self._expression(element) for element in elements]
@@ -342,6 +364,8 @@ class _Importer:
                 items = source.items if isinstance(source, _Several) else source
                 if isinstance(items, list) and index < len(items):
                     return items[index]
+                if isinstance(source, _Dimensions) and index >= 0:
+                    return self.emitter.integer_step(source.step, [source.tensor], index=index)
                 raise UnsupportedGraph("an item of something else than an operator's results")
             case ast.Tuple(elts=elements):
                 return tuple(map(self._expression, elements))
@@ -358,7 +382,7 @@ class _Importer:
                 return self._global(name)
             case ast.Attribute(value=value, attr=name):
                 owner = self._expression(value)
-                if _is_value(owner) or isinstance(owner, _Several):
+                if _has_value(owner):
                     raise UnsupportedGraph(f"the attribute {name} of what it computes")
                 return _attribute(owner, name)
             case _:
@@ -449,6 +473,10 @@ class _Importer:
         match node.func:
             case ast.Attribute(value=ast.Name(id=owner), attr="copy_") if owner in self._locals:
                 return self._operator(torch.ops.aten.copy_.default, node, node.func.value)
+            case ast.Attribute(value=ast.Name(id=owner), attr="size" | "stride" as step) if (
+                owner in self._locals and not node.args and not node.keywords
+            ):
+                return self._dimensions(step, self._tensor(node.func.value))
         function = self._function(node.func)
         try:
             kind = self._known.get(function)
@@ -469,12 +497,20 @@ class _Importer:
         operator = operator_of(function, "out" in names)
         if operator is None:
             raise UnsupportedGraph("a call of a function that is not known")
-        return self._operator(operator, node)
+        by_overload = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+        return self._operator(operator, node, by_overload=by_overload)
+
+    def _dimensions(self, step: str, tensor: ir.Value) -> _Dimensions:
+        # Integers are computed before anything else, when an input is as it was passed.
+        if _step_of(tensor) != "scm.input" or self._has_run:
+            raise UnsupportedGraph(f"the {step} of a tensor that it computes")
+        return _Dimensions(step, tensor)
 
     def _line(self, node: ast.AST) -> Line:
         return Line(self.wrapper.file, "call", getattr(node, "lineno", 0))
 
     def _kernel(self, kernel: Kernel, node: ast.Call) -> None:
+        self._has_run = True
         if len(node.args) != len(kernel.types) or node.keywords:
             raise UnsupportedGraph(f"a kernel takes {len(kernel.types)} arguments")
         tensors: list[ir.Value] = []
@@ -582,8 +618,11 @@ class _Importer:
             label=self.emitter.label(f"{check.line.file}:{check.line.line}"),
         )
 
-    def _operator(self, operator: Any, node: ast.Call, *owner: ast.expr) -> Any:
+    def _operator(
+        self, operator: Any, node: ast.Call, *owner: ast.expr, by_overload: bool = False
+    ) -> Any:
         """`owner`: the tensor whose method it is."""
+        self._has_run = True
         schema = operator._schema
         given: dict[str, ast.expr] = {str(k.arg): k.value for k in node.keywords}
         positional = [a for a in schema.arguments if not a.kwarg_only]
@@ -604,7 +643,7 @@ class _Importer:
             raise UnsupportedGraph(f"{operator} has no argument {next(iter(given))}")
         counts = self._counts(schema, operator, node)
         line = self._line(node)
-        call = Call(operator, arguments, counts, line, is_factory=False)
+        call = Call(operator, arguments, counts, line, is_factory=False, by_overload=by_overload)
         results = self.emitter.step(
             "operator",
             operands,
@@ -738,10 +777,17 @@ def _is_integer(value: ir.Value) -> bool:
     return str(value.type) == "!scm.int"
 
 
+def _step_of(tensor: ir.Value) -> str:
+    """The name of the step that gives `tensor`."""
+    owner = tensor.owner
+    name: str = owner.name if isinstance(owner, ir.Operation) else owner.operation.name
+    return name
+
+
 def _has_value(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_has_value, value))
-    return _is_value(value) or isinstance(value, _Several)
+    return _is_value(value) or isinstance(value, (_Several, _Dimensions))
 
 
 def _tensors(value: Any) -> list[ir.Value]:

@@ -49,7 +49,7 @@ class ProgramTable:
     integers: list[tuple[str, int, int]]
     numbers: list[tuple[int, int]]
     calls: list[tuple[str, str, list[tuple[str, Any]], list[Any]]]
-    lines: list[tuple[str, str, int, bool]]
+    lines: list[tuple[str, str, int, str]]
     steps: Steps
     memory: Constants
     cudnn: bool | None
@@ -413,7 +413,7 @@ class _Context:
         self.constants: list[tuple[int, Any, Any]] = []
         self._numbers: dict[tuple[type, str, Any], int] = {}
         self.calls: list[tuple[str, str, list[tuple[str, Any]], list[Any]]] = []
-        self.lines: list[tuple[str, str, int, bool]] = []
+        self.lines: list[tuple[str, str, int, str]] = []
         self.results: list[list[int]] = []  # the slots of the branches that it is in
         self.layouts: list[tuple[list[int], list[tuple[int, int]], int]] = []
         self._layouts: dict[Any, int] = {}
@@ -445,9 +445,9 @@ class _Context:
             return self.slots[value]
         return Integer(row, is_float=self.rows[row][0] == "float_input")
 
-    def new_step(self, line: Line, *, is_kernel: bool = False) -> int:
-        """The number of a step that is at `line`."""
-        self.lines.append((line.file, line.function, line.line, is_kernel))
+    def new_step(self, line: Line, caller: str = "bindings") -> int:
+        """The number of a step that is at `line`; `caller`: see runtime/program.h."""
+        self.lines.append((line.file, line.function, line.line, caller))
         return len(self.lines) - 1
 
     def new_layout(self, layout: Layout, op: ir.Operation) -> int:
@@ -539,16 +539,15 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
             plain = kind in ("constant", "default")
             arguments.append((kind, value if plain else slots(value)))
     uses = [any(True for _ in result.uses) for result in op.results]
-    returns_arguments = all(
-        r.alias_info is not None and r.alias_info.is_write for r in call.operator._schema.returns
-    )
-    ignored = returns_arguments and not any(uses)  # nobody looks at what it returns
+    # A reference to an argument, which nobody looks at. (Several are a tuple, which needs space.)
+    written = [r.alias_info and r.alias_info.is_write for r in call.operator._schema.returns]
+    ignored = written == [True] and not any(uses)
     made = [] if ignored else [context.new_slot(result) for result in op.results]
     unused = [slot for slot, is_used in zip(made, uses, strict=False) if not is_used]
     results: list[Any] = []
     for count in () if ignored else call.returns:
         results.append(made.pop(0) if count is None else [made.pop(0) for _ in range(count)])
-    step = context.new_step(call.line)
+    step = context.new_step(call.line, "ops" if call.by_overload else "bindings")
     if call.is_factory:
         context.steps.append(("trident_program_below_autograd", (1,)))
     direct = direct_call(call.operator, arguments, results, context.memory)
@@ -616,7 +615,7 @@ def lower_kernel(context: _Context, op: ir.Operation) -> None:
             arguments.append(("integer", integers[value.index].row))
         else:
             arguments.append(("tensor", places[value.index]))
-    step = context.new_step(call.line, is_kernel=True)
+    step = context.new_step(call.line, "kernel")
     context.steps.append(("kernel", (call.kernel, arguments, step)))
 
 

@@ -284,7 +284,10 @@ def _lower_program(
         return None
     try:
         table = lower_program(program)
-        built.program = make_native(table, built.globals, file, inference)
+        names = built.globals
+        if inference is not None:
+            names, file = inference.names, inference.file
+        built.program = make_native(table, names, file, inference)
     except UnsupportedGraph as error:
         built.program_reason = str(error)
         if built.plan_reason is None:

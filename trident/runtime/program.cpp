@@ -37,10 +37,13 @@ namespace trident {
 
 namespace {
 
-/* Warnings wait here for the end of the operator: emitting one may run Python, and may raise. */
+/* Warnings wait here for the end of the operator: emitting one may run Python, and may raise. Those that are
+ * not for Python go to the handler that was there before. */
 struct WarningBuffer : c10::WarningHandler {
+  const ProgramState *state = nullptr;
+  c10::WarningHandler *before = nullptr;
   std::vector<c10::Warning> pending;
-  void process(const c10::Warning &warning) override { pending.push_back(warning); }
+  void process(const c10::Warning &warning) override;
 };
 
 /* Ticks at which signals are looked at, some milliseconds apart. */
@@ -110,6 +113,12 @@ struct ProgramState {
 };
 
 namespace {
+
+void WarningBuffer::process(const c10::Warning &warning) {
+  const bool for_python = state->step < 0 || state->program->lines[state->step].caller != Caller::ops;
+  if (for_python) pending.push_back(warning);
+  else before->process(warning);
+}
 
 /* With the GIL released: emits what the operator warned of, and lets signal handlers run. */
 [[gnu::noinline]] void attend(ProgramState *state) {
@@ -191,6 +200,7 @@ c10::IValue boxed(const ProgramArgument &argument, const ProgramState *state) {
 void raise_kernels_error() {
   try {
     throw;
+  } catch (const python_error &) { /* of a signal handler, after the kernel */
   } catch (const std::exception &error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   } catch (...) {
@@ -200,7 +210,7 @@ void raise_kernels_error() {
 
 /* The error of the exception in flight, with the user's line on top of its traceback. */
 void raise_current(const ProgramState &state) {
-  if (state.step >= 0 && state.program->lines[state.step].is_kernel) {
+  if (state.step >= 0 && state.program->lines[state.step].caller == Caller::kernel) {
     raise_kernels_error();
   } else {
     try {
@@ -237,6 +247,8 @@ bool execute(ProgramState *state) {
   std::exception_ptr failure;
   {
     WithoutGil no_gil(!state->program->keeps_gil);
+    state->warnings.state = state;
+    state->warnings.before = c10::WarningUtils::get_warning_handler();
     c10::WarningUtils::WarningHandlerGuard guard(&state->warnings);
     std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
     if (state->program->without_autocast) no_autocast.emplace(c10::autocast_dispatch_keyset);
@@ -405,6 +417,7 @@ bool compute_integers(const HostProgram *program, PyObject *const *inputs, int64
     }
     case IntegerOp::size:
     case IntegerOp::stride: {
+      if (!plain_tensor(inputs[a])) return false;
       const at::Tensor &tensor = THPVariable_Unpack(inputs[a]);
       if (b >= tensor.dim()) return false;
       const c10::SymInt size = row.op == IntegerOp::size ? tensor.sym_size(b) : tensor.sym_stride(b);
@@ -468,6 +481,9 @@ bool only_kernels_see_numbers(HostProgram *program) {
   program->n_python_kernels = n;
   return true;
 }
+
+/* Is it a float that AOTAutograd's graph takes as a tensor? The plan leaves it as it is. */
+bool is_float_for(const HostProgram *program, PyObject *o) { return program->without_grad && PyFloat_CheckExact(o); }
 
 /* As torch's argument parser makes one of a Python number. */
 at::Tensor number_tensor(const c10::Scalar &value) {
@@ -681,8 +697,8 @@ bool program_add_check(HostProgram *program, int layout, int64_t alignment, PyOb
   return true;
 }
 
-void program_add_line(HostProgram *program, const char *file, const char *function, int line, bool is_kernel) {
-  program->lines.push_back({file, function, line, is_kernel});
+void program_add_line(HostProgram *program, const char *file, const char *function, int line, Caller caller) {
+  program->lines.push_back({file, function, line, caller});
 }
 
 void program_set_function(HostProgram *program, uintptr_t address) {
@@ -732,6 +748,8 @@ namespace {
 
 int32_t run(HostProgram *program, PyObject *const *inputs, PyObject **outputs) {
   for (int i = 0; i < program->n_inputs; i++)
+    if (!plain_tensor(inputs[i]) && !is_float_for(program, inputs[i])) return 2;
+  for (int i : program->epilogue_inputs)
     if (!plain_tensor(inputs[i])) return 2;
   auto *integers = static_cast<int64_t *>(alloca(sizeof(int64_t) * (program->integers.size() + 1)));
   if (!compute_integers(program, inputs, integers)) return 2;
@@ -746,7 +764,9 @@ int32_t run(HostProgram *program, PyObject *const *inputs, PyObject **outputs) {
     slots = static_cast<at::Tensor *>(alloca(sizeof(at::Tensor) * (program->n_slots + 1)));
     for (int i = 0; i < program->n_slots; i++) new (slots + i) at::Tensor();
   }
-  for (int i = 0; i < program->n_inputs; i++) slots[i] = THPVariable_Unpack(inputs[i]);
+  for (int i = 0; i < program->n_inputs; i++)
+    slots[i] = plain_tensor(inputs[i]) ? THPVariable_Unpack(inputs[i])
+                                       : c10::scalar_to_tensor(PyFloat_AS_DOUBLE(inputs[i]));
   const bool convert = program->converts && only_kernels_see_numbers(program);
   for (const ProgramConstant &constant : program->constants)
     slots[constant.slot] = convert && constant.converted.defined() ? constant.converted : constant.value;
@@ -929,7 +949,10 @@ void trident_program_check(ProgramState *state, int32_t slot, int32_t index, int
   LayoutNumbers space;
   const int64_t *numbers = nullptr;
   bool passed;
-  if (check.layout < 0) {
+  if (!tensor.defined()) { /* an operator returned None */
+    passed = false;
+    if (check.layout >= 0) numbers = layout_numbers(state, state->program->layouts[check.layout], &space);
+  } else if (check.layout < 0) {
     passed = tensor.has_storage() && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % check.alignment == 0;
   } else {
     const ProgramLayout &layout = state->program->layouts[check.layout];
@@ -953,7 +976,11 @@ void trident_program_branch(ProgramState *state, ProgramFunction then, ProgramFu
   (taken ? then : otherwise)(state);
 }
 
-void *trident_program_data(ProgramState *state, int32_t slot) { return state->slots[slot].data_ptr(); }
+void *trident_program_data(ProgramState *state, int32_t slot) {
+  const at::Tensor &tensor = state->slots[slot];
+  if (!tensor.defined()) throw std::runtime_error("_torchinductor_pyobject_tensor_data_ptr: non-tensor input");
+  return tensor.data_ptr();
+}
 
 void trident_program_grad_mode(ProgramState *, int32_t enabled) { c10::GradMode::set_enabled(enabled != 0); }
 

@@ -58,11 +58,16 @@ struct ProgramCall {
   std::vector<ProgramResult> results;
 };
 
+/* What calls it in stock. Python's bindings give an operator's warnings to Python's module `warnings`;
+ * torch.ops does not, so that they go wherever C++'s go; a kernel's exceptions are those of Inductor's own
+ * bindings. */
+enum class Caller { bindings, ops, kernel };
+
 /* Where the user's code calls the operator. */
 struct ProgramLine {
   std::string file, function;
   int line = 0; /* 0: unknown */
-  bool is_kernel = false; /* its exceptions are those of Inductor's bindings */
+  Caller caller = Caller::bindings;
 };
 
 /* What a slot holds from the start. A number also has the form into which a CPU kernel would convert it
@@ -147,7 +152,7 @@ bool program_add_layout(HostProgram *program, std::vector<int64_t> numbers,
                         std::vector<std::pair<int, int>> computed, int dtype);
 bool program_add_check(HostProgram *program, int layout, int64_t alignment, PyObject *function, PyObject *name);
 
-void program_add_line(HostProgram *program, const char *file, const char *function, int line, bool is_kernel);
+void program_add_line(HostProgram *program, const char *file, const char *function, int line, Caller caller);
 void program_set_function(HostProgram *program, uintptr_t address);
 uintptr_t program_function_address(const char *name); /* of the functions below; 0 for other names */
 
