@@ -155,10 +155,11 @@ def test_graph_of_dynamos_code_after_disable(fresh: None) -> None:
     with trident.enable():
         for _ in range(3):
             compiled(x, i, 0.5)
-    ((entry,),) = (
-        module.entries
+    (entry,) = (
+        entry
         for module in trident.control.runtime.modules.values()
         if module.name == "in_pieces"
+        for entry in module.entries
     )
     (name,) = (n for n in entry.spec.compiled_code.co_names if n.startswith("__compiled_fn_"))
     graph = trident.capture.graph.of_callable(globals()[name])

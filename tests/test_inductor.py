@@ -26,6 +26,7 @@ from torch._inductor import metrics
 import trident
 from tests.conftest import frame_stats
 from tests.host_functions import FUNCTIONS, make_inputs
+from tests.memory import grows
 from tests.test_equality import assert_same
 from tests.test_host_programs import native_programs, run
 from trident.capture import inductor
@@ -375,6 +376,9 @@ def test_errors_in_branches() -> None:
     assert native_programs("f") == [True]
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="Inductor's kernels end the process there, in stock as well"
+)
 def test_division_by_zero_in_a_kernel() -> None:
     def f(x: Any, y: Any) -> Any:
         return torch.div(x, y, rounding_mode="floor") + 1
@@ -776,8 +780,6 @@ def test_threads() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    from tests.op_samples import grows
-
     def f(x: Any, w: Any) -> Any:
         y = torch.mm(x, w)
         return torch.topk(y, 2), x.t(), y.sum(), F.embedding(torch.tensor([1]), w)

@@ -215,9 +215,11 @@ def test_native_with_dynamic_shapes(name: str) -> None:
 
 
 STOCK: dict[str, Case] = {
-    "branches": (
-        lambda x, p: torch.cond(p, lambda x: x + 1, lambda x: x * 2, (x,)),
-        lambda: (ones(4), torch.tensor(True)),
+    "loops": (
+        lambda x: torch._higher_order_ops.while_loop(
+            lambda x: x.sum() < 9, lambda x: (x + 1,), (x,)
+        ),
+        lambda: (ones(4),),
     ),
     "sizes_of_floats": (
         lambda x: F.interpolate(x, scale_factor=1.5),
@@ -365,6 +367,9 @@ STATES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", STATES)
 def test_states_between_calls(name: str) -> None:
+    if name == "function_mode" and torch.__version__ < "2.13":
+        pytest.skip("its guards fail on the frame they were made for, in stock")
+
     def f(x: Any, w: Any) -> Any:
         return torch.mm(torch.relu(x), w) + 1, x.t(), torch.randn(2) + x.sum()
 

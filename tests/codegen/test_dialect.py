@@ -74,7 +74,7 @@ def test_every_operation_of_the_tables_exists() -> None:
     defined = {operation.OPERATION_NAME for operation in dialect.Scm.operations}
     named = {f"scm.{name}" for name in (*dialect.GUARD_OPS, *dialect.PLAN_OPS)}
     steps = {"input", "constant_tensor", "operator", "release", "grad_mode", "yield"}
-    steps |= {"empty_strided", "reinterpret", "check", "kernel"}
+    steps |= {"empty_strided", "reinterpret", "check", "kernel", "branch", "give"}
     steps |= {"autocast_enter", "autocast_exit", *dialect.INTEGER_STEPS}
     steps |= {"integer", "integer_input", "float_input", "size", "stride", "number"}
     assert defined == named | {
