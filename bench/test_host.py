@@ -25,12 +25,14 @@ def compare(
     f: Callable[..., Any],
     inputs: tuple[Any, ...],
     more: dict[str, Variant] | None = None,
+    backend: str = "trident",
     **options: Any,
 ) -> Comparison:
-    """Eager, stock's eager backend, ours and `more`, in turns; ours is checked to be native."""
-    stock, ours = torch.compile(f, backend="eager"), torch.compile(f, backend="trident")
-    expected = f(*inputs)
-    assert torch.equal(stock(*inputs), expected)
+    """Eager, stock, ours and `more`, in turns; ours is checked to be native. Stock is its eager
+    backend, or for Inductor the same compiled function."""
+    ours = torch.compile(f, backend=backend)
+    stock = torch.compile(f, backend="eager") if backend == "trident" else ours
+    expected = stock(*inputs)
     with trident.enable():
         trident.reset_stats()
         for _ in range(20):

@@ -14,38 +14,12 @@ from decoder import Config, Decoder, make_cache, make_prompt
 from torch import Tensor, nn
 
 import trident
-from bench.compare import Comparison, Variant, interleave
-from bench.test_host import keep
+from bench.compare import Variant
+from bench.test_host import compare, keep
 from trident.capture import inductor
 from trident.control import runtime
 
 Record = Callable[..., None]
-
-
-def compare(
-    f: Callable[..., Any],
-    inputs: tuple[Any, ...],
-    more: dict[str, Variant] | None = None,
-    **options: Any,
-) -> Comparison:
-    """Eager, stock, Trident (which share one compiled function), and `more`, in turns."""
-    compiled = torch.compile(f)
-    expected = compiled(*inputs)
-    with trident.enable():
-        trident.reset_stats()
-        for _ in range(20):
-            assert torch.equal(compiled(*inputs), expected)
-        assert trident.stats().hits >= 19
-        assert trident.stats().run_code == 0
-    return interleave(
-        {
-            "eager": Variant("f(*x)", {"f": f, "x": inputs}),
-            "stock": Variant("f(*x)", {"f": compiled, "x": inputs}),
-            "Trident": Variant("f(*x)", {"f": compiled, "x": inputs}, trident.enable),
-            **(more or {}),
-        },
-        **options,
-    )
 
 
 LOOP = """
@@ -90,7 +64,7 @@ def test_inductor_small_graph(benchmark: Any, record: Record, tmp_path: Any) -> 
         (kernel,) = kernels_of(small)
         assert torch.equal(loop.run(*inputs, kernel.address), expected)
         more["C++"] = Variant("f(*x, k)", {"f": loop.run, "x": inputs, "k": kernel.address})
-    comparison = compare(small, inputs, more)
+    comparison = compare(small, inputs, more, "inductor")
     benchmark(small, *inputs)
     figures: dict[str, Any] = {"target": 20, "eager_target": 4}
     if more:
@@ -107,7 +81,7 @@ def test_inductor_mlp(benchmark: Any, record: Record) -> None:
         return model(x)
 
     inputs = (torch.randn(1, 16),)
-    comparison = compare(function, inputs)
+    comparison = compare(function, inputs, backend="inductor")
     benchmark(function, *inputs)
     keep(record, comparison)
 
@@ -119,7 +93,7 @@ def test_inductor_decoder(benchmark: Any, record: Record) -> None:
     tokens, cache = make_prompt(config, "cpu")[:, :1], make_cache(config, "cpu")
     inputs = tokens, torch.arange(1), cache
     with torch.no_grad():
-        comparison = compare(model, inputs, round_s=0.1)
+        comparison = compare(model, inputs, backend="inductor", round_s=0.1)
         (entry,) = runtime.module_of(Decoder.forward.__code__).entries[:1]
         built = entry.built
         assert built is not None

@@ -137,6 +137,27 @@ def _one_per_item(node: torch.fx.Node, first: dict[Any, torch.fx.Node]) -> torch
     return first.setdefault(node.args, node) if node.target is operator.getitem else node
 
 
+def emit_call(
+    emitter: Emitter, call: Call, operands: list[ir.Value], integers: list[ir.Value]
+) -> list[Any]:
+    """Append `call`; per return of its schema a tensor, or the list of those that it returns."""
+    line = call.line
+    results = emitter.step(
+        "operator",
+        operands,
+        integers=integers,
+        results=sum(1 if count is None else count for count in call.returns),
+        operator=str(call.operator),
+        object=emitter.program.objects.add(call, call.text()),
+        label=emitter.label(f"{line.file}:{line.line} in {line.function}"),
+    )
+    made = iter(results)
+    return [
+        next(made) if count is None else [next(made) for _ in range(count)]
+        for count in call.returns
+    ]
+
+
 class _Importer:
     def __init__(
         self,
@@ -272,19 +293,7 @@ class _Importer:
         counts = self._returns(node, schema)
         line = line_of(node)
         call = Call(target, arguments, counts, line, _is_factory(node, target))
-        results = self.emitter.step(
-            "operator",
-            operands,
-            integers=integers,
-            results=sum(1 if count is None else count for count in counts),
-            operator=str(target),
-            object=self.emitter.program.objects.add(call, call.text()),
-            label=self.emitter.label(f"{line.file}:{line.line} in {line.function}"),
-        )
-        made = iter(results)
-        items: list[Any] = [
-            next(made) if count is None else [next(made) for _ in range(count)] for count in counts
-        ]
+        items = emit_call(self.emitter, call, operands, integers)
         self._tensors[node] = items[0] if len(items) == 1 else items
 
     def _returns(self, node: torch.fx.Node, schema: Any) -> list[int | None]:

@@ -20,7 +20,7 @@ from torch_mlir import ir
 from trident.capture.graph import Line
 from trident.capture.inductor import Kernel, Wrapper, host_functions, operator_of
 from trident.codegen.dialect import Emitter
-from trident.codegen.import_graph import Call, Inference, Signature, Slot
+from trident.codegen.import_graph import Call, Inference, Signature, Slot, emit_call
 from trident.errors import UnsupportedGraph
 from trident.texts import safe_text
 
@@ -644,20 +644,7 @@ class _Importer:
         counts = self._counts(schema, operator, node)
         line = self._line(node)
         call = Call(operator, arguments, counts, line, is_factory=False, by_overload=by_overload)
-        results = self.emitter.step(
-            "operator",
-            operands,
-            integers=integers,
-            results=sum(1 if count is None else count for count in counts),
-            operator=str(operator),
-            object=self.emitter.program.objects.add(call, call.text()),
-            label=self.emitter.label(f"{line.file}:{line.line}"),
-        )
-        made = iter(results)
-        items: list[Any] = [
-            next(made) if count is None else _Several([next(made) for _ in range(count)])
-            for count in counts
-        ]
+        items = emit_call(self.emitter, call, operands, integers)
         if not items:
             return None
         return items[0] if len(items) == 1 else _Several(items)
