@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -574,3 +575,24 @@ def test_misses_cost_no_memory(enabled: None) -> None:
             compiled(X, 1)
     assert "n: expected 1, got 49" in str(trident.explain(compiled))
     assert frame_stats("use_number").misses >= 48
+
+
+def test_a_build_that_cannot_start(enabled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch-mlir the code generator cannot be imported: all is stock, and says so."""
+    monkeypatch.setitem(sys.modules, "trident.codegen.pipeline", None)
+    monkeypatch.delattr("trident.codegen.pipeline", raising=False)
+
+    def nothing(x: Any) -> Any:
+        return x
+
+    def f(x: Any) -> Any:
+        return x + 1
+
+    x = torch.ones(3)
+    for compiled, expected in (
+        (torch.compile(nothing), x),
+        (torch.compile(f, backend="eager"), x + 1),
+    ):
+        for _ in range(3):
+            assert torch.equal(compiled(x), expected)
+    assert "internal failure: ModuleNotFoundError" in str(trident.explain(compiled))

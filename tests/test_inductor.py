@@ -736,7 +736,7 @@ def _process(folder: Path, cache: str, what: str) -> str:
         env={
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(folder / cache),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         },
     )
     assert done.returncode == 0, done.stderr

@@ -45,8 +45,6 @@ class Entry:
     def build(self) -> None:
         """Makes the native twin, or notes why there is none. Under TRIDENT_STRICT, a failure of
         Trident's own (not an unsupported guard) raises TridentError."""
-        from trident.codegen import pipeline
-
         if self.spec.tree.problems:
             self.reason = "; ".join(self.spec.tree.problems)
             return
@@ -54,6 +52,8 @@ class Entry:
             self.reason = "it has a breakpoint for Dynamo's bytecode debugger"
             return
         try:
+            from trident.codegen import pipeline  # heavy, and lacking where torch-mlir does
+
             self.built = pipeline.build(self.spec)
             self._make_native(self.built)
         except Exception as error:
@@ -161,9 +161,9 @@ class SpecializationCacheModule:
             self._publish()
 
     def _build_skipped(self, code: CodeType) -> None:
-        from trident.codegen import pipeline
-
         try:
+            from trident.codegen import pipeline
+
             self.skipped = pipeline.build_skipped(code)
         except Exception:
             if settings.strict():
