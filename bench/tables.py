@@ -127,12 +127,17 @@ def inductor_lines(results: dict[str, Result]) -> list[str]:
                 f"{f['trident_s']:.2f} s, stock {f['stock_s']:.2f} s: {f['ratio']:.2f} of stock's "
                 f"time (goal ≤ {f['target']})."
             )
-    for name, what in (("small", "the small graph"), ("decoder", "the decoder step")):
+    for name, what in (
+        ("small", "the small graph"),
+        ("narrow_decoder", "a step of the 28-layer decoder of width 32"),
+        ("decoder", "the same at width 128"),
+    ):
         if (found := results.get(f"profile_{name}")) is not None:
             shares = found["figures"]["percent"]
             parts = sorted(shares.items(), key=lambda item: -item[1])
             text = ", ".join(f"{part} {share:.0f}%" for part, share in parts if share >= 0.5)
-            lines.append(f"- Where the time of {what} with Inductor goes (perf): {text}.")
+            us = found["figures"]["us_per_call"]
+            lines.append(f"- Where the {us:.3g} µs of {what} with Inductor go (perf): {text}.")
     return lines
 
 

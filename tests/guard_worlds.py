@@ -318,6 +318,7 @@ class World:
         self.guarded: set[Any] = set()  # attributes and keys that guards look at
         for number, name in enumerate(self.names):
             self._add(number, name)
+        self._break_graph(random.Random(~seed))
         self.frame = self._define(seed)
         self.code: types.CodeType = self.frame.__code__
         self.compiled = torch.compile(self.frame, backend=self.backend)
@@ -348,6 +349,14 @@ class World:
             target = {"global": self.globals, "cell": self.cells, "argument": self.arguments}
             target[place][label] = value
         self.lines += lines.replace("{e}", expression).split("\n")
+
+    def _break_graph(self, rng: random.Random) -> None:
+        """In one world of four: what comes after is a frame of its own, whose hits are checked as
+        Trident is strict."""
+        continued = (" ", "else", "elif", "except", "finally")
+        places = [n for n, line in enumerate(self.lines) if n and not line.startswith(continued)]
+        if places and rng.random() < 0.25:
+            self.lines.insert(rng.choice(places), "torch._dynamo.graph_break()")
 
     def _define(self, seed: int) -> types.FunctionType:
         arguments = ["self"] * self.is_module + ["x", *self.arguments]
