@@ -86,6 +86,75 @@ def test_sizes_are_integers() -> None:
     assert {"integer_input", "multiply", "floor_divide", "maximum"} <= set(steps)
 
 
+SUBGRAPHS = """
+def first(args):
+    a, = args
+    args.clear()
+    x = torch.ops.aten.add.Tensor(a, a)
+    y = torch.ops.aten.mul.Tensor(x, a)
+    del x
+    return (y, a, )
+
+def second(args):
+    a, = args
+    args.clear()
+    return (a, a, )
+"""
+
+
+def with_subgraphs(text: str, n_results: int) -> list[str]:
+    tree, scope = ast.parse(SUBGRAPHS), dict(NAMES)
+    exec(compile(tree, "<wrapper>", "exec"), scope)
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    codes = [scope[name].__code__ for name in functions]
+    names = {name: scope[name] for name in functions}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in names.items():
+            patch.setitem(NAMES, name, function)
+        return imported(text, n_results, functions=functions, codes=codes)[1]
+
+
+def test_subgraphs_are_inlined() -> None:
+    steps = with_subgraphs(
+        """
+        a, = args
+        args.clear()
+        x = [None] * 2
+        x_args = [a,]
+        x = first(x_args)
+        y = x[0]
+        z_args = [y,]
+        del y
+        z = first(z_args)
+        del x
+        return (z[0], z[1], )
+    """,
+        2,
+    )
+    operators = ["operator", "operator", "release"]
+    assert steps == ["input", *operators, *operators, "yield"]
+
+
+def test_names_that_branches_leave() -> None:
+    branch = """
+        a, = args
+        args.clear()
+        x = [None] * 2
+        other = a
+        if a.item():
+            x_args = [a,]
+            x = first(x_args)
+            {assigned}
+        else:
+            x_args = [a,]
+            x = second(x_args)
+        return (x[0], x[1], other, )
+    """
+    assert with_subgraphs(branch.format(assigned="pass"), 3) == ["input", "branch", "yield"]
+    with pytest.raises(UnsupportedGraph, match="the name other is not known"):
+        with_subgraphs(branch.format(assigned="other = x[0]"), 3)
+
+
 REFUSED = {
     "while True: pass": "a statement that is not known",
     "x = unknown(a)": "a call of a function that is not known",

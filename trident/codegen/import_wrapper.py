@@ -257,6 +257,8 @@ class _Importer:
             self.emitter.step("give", given)
             kept &= set(self._locals)
         self.emitter.body = outside
+        # What else a branch put into a name is not known afterwards.
+        kept -= {name for body in bodies for name in _assigned(body)}
         self._locals = {name: value for name, value in before.items() if name in kept}
         made = iter(results)
         for name, count in zip(names, counts, strict=True):
@@ -462,7 +464,7 @@ class _Importer:
             k.arg is None for k in node.keywords
         ):
             raise UnsupportedGraph("a call with starred arguments")
-        if isinstance(node.func, ast.Name):
+        if isinstance(node.func, ast.Name) and node.func.id not in self._locals:
             kernel = self.wrapper.kernel(node.func.id)
             if kernel is not None:
                 self._kernel(kernel, node)
