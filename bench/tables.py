@@ -136,8 +136,8 @@ def inductor_lines(results: dict[str, Result]) -> list[str]:
             shares = found["figures"]["percent"]
             parts = sorted(shares.items(), key=lambda item: -item[1])
             text = ", ".join(f"{part} {share:.0f}%" for part, share in parts if share >= 0.5)
-            us = found["figures"]["us_per_call"]
-            lines.append(f"- Where the {us:.3g} µs of {what} with Inductor go (perf): {text}.")
+            took = nanoseconds(found["figures"]["us_per_call"] * 1e3)
+            lines.append(f"- Where the {took} of {what} with Inductor go (perf): {text}.")
     return lines
 
 
