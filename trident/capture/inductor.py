@@ -11,9 +11,9 @@ known, anywhere on the way from Dynamo's ``__compiled_fn_…`` to ``call``, leav
 from __future__ import annotations
 
 import ast
+import ctypes
 import dataclasses
 import functools
-import textwrap
 import weakref
 from collections.abc import Callable
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -103,17 +103,9 @@ class Wrapper:
 
 
 @functools.cache
-def _library(file: str) -> Any:
-    import ctypes
-
-    return ctypes.CDLL(file)
-
-
 def _symbol(file: str, name: str) -> int | None:
     """The address of the C function `name` of a library that is loaded (and stays so)."""
-    import ctypes
-
-    function = getattr(_library(file), name, None)
+    function = getattr(ctypes.CDLL(file), name, None)
     return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
 
 
@@ -175,11 +167,9 @@ def of_callable(function: Any) -> Wrapper | None:
     if outer is None:
         return None
     runtime: _Stage | None = None
-    current: Any = outer
-    while True:
-        current = _unserializable(current)
-        if _is_graph(current) or _without_operators(current) is not None:
-            break
+    current = _unserializable(outer)
+    body = _without_operators(current)
+    while body is None and not _is_graph(current):
         stage = _stages.get(current) if isinstance(current, FunctionType) else None
         if stage is None:
             name = getattr(current, "__qualname__", type(current).__name__)
@@ -188,12 +178,14 @@ def of_callable(function: Any) -> Wrapper | None:
             runtime = stage
         elif not _passes_on(stage):
             raise UnsupportedGraph(f"AOTAutograd runs it through {type(stage.wrapper).__name__}")
-        current = stage.inner
+        current = _unserializable(stage.inner)
+        body = _without_operators(current)
     if runtime is None:
         raise UnsupportedGraph("it has no runtime wrapper of AOTAutograd's")
     around = _around(runtime)
-    empty = _without_operators(current)
-    return _wrapper(current, around) if empty is None else empty(around)
+    if body is not None:
+        return Wrapper(body, _PARAMETER, {}, "<graph without operators>", around)
+    return _wrapper(current, around)
 
 
 def _forward(function: Any) -> Any:
@@ -228,34 +220,32 @@ def _is_graph(value: Any) -> bool:
     return type(value) is CompiledFxGraph
 
 
-def _without_operators(function: Any) -> Callable[[Around], Wrapper] | None:
-    """A graph without operators, which Inductor leaves to FX: what makes its wrapper, or None."""
-    if (
-        not isinstance(function, FunctionType)
-        or function.__qualname__ != "make_boxed_func.<locals>.g"
-    ):
+_PARAMETER = "args"
+
+
+def _without_operators(function: Any) -> list[ast.stmt] | None:
+    """What a graph without operators, which Inductor leaves to FX, would be as Inductor's ``call``;
+    None for anything else."""
+    if not isinstance(function, FunctionType):
         return None
-    forward = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)).get(
-        "f"
-    )
-    method = None if forward is None else forward.cell_contents
+    if function.__qualname__ != "make_boxed_func.<locals>.g":
+        return None
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    method = cells["f"].cell_contents if "f" in cells else None
     owner = getattr(method, "__self__", None)
     if not isinstance(owner, torch.fx.GraphModule) or getattr(method, "__name__", "") != "forward":
         return None
-    nodes = list(owner.graph.nodes)
-    if any(node.op not in ("placeholder", "output") for node in nodes):
+    *inputs, output = owner.graph.nodes
+    if any(node.op != "placeholder" for node in inputs) or output.op != "output":
         return None
-    names = [node.name for node in nodes if node.op == "placeholder"]
-    (returned,) = nodes[-1].args
-    if not isinstance(returned, (tuple, list)) or not all(
-        isinstance(n, torch.fx.Node) for n in returned
-    ):
+    (returned,) = output.args
+    if not isinstance(returned, (tuple, list)):
         return None
-    targets = "".join(f"{name}, " for name in names)
-    results = "".join(f"{node}, " for node in returned)
-    text = (f"({targets}) = args\n" if names else "") + f"return ({results})"
-    body = ast.parse(f"def call(args):\n{textwrap.indent(text, '    ')}").body[0].body  # type: ignore[attr-defined]
-    return lambda around: Wrapper(body, "args", {}, "<graph without operators>", around)
+    if not all(isinstance(node, torch.fx.Node) for node in returned):
+        return None
+    lines = [f"({''.join(f'{node.name}, ' for node in inputs)}) = {_PARAMETER}"] if inputs else []
+    lines.append(f"return ({''.join(f'{node}, ' for node in returned)})")
+    return ast.parse("\n".join(lines)).body
 
 
 def _passes_on(stage: _Stage) -> bool:

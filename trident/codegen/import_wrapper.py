@@ -176,8 +176,7 @@ class _Importer:
                 case ast.BinOp() | ast.UnaryOp() | ast.Tuple(ctx=ast.Load()):
                     found |= {n.id for n in ast.iter_child_nodes(node) if isinstance(n, ast.Name)}
                 case ast.Call(func=ast.Name(id=name), args=arguments):
-                    kernel = self.wrapper.kernel(name)
-                    types = kernel.types if kernel is not None else ()
+                    types = self.wrapper.kernel_types.get(name, ())
                     for argument, kind in zip(arguments, types, strict=False):
                         if isinstance(argument, ast.Name) and not kind.endswith("*"):
                             found.add(argument.id)
@@ -244,14 +243,14 @@ class _Importer:
         before, kept = self._locals, set(self._locals)
         label = self.emitter.label(f"{self.wrapper.file}:{statement.lineno}")
         outside = self.emitter.body
-        names = [name for name in _assigned(bodies[0]) if name in _assigned(bodies[1])]
-        counts = self._counts_of_subgraphs(bodies, names)
-        results, points = self.emitter.branch(condition, sum(counts), label)
+        first, second = map(self._given_by_subgraphs, bodies)
+        counts = {name: n for name, n in first.items() if second.get(name) == n}
+        results, points = self.emitter.branch(condition, sum(counts.values()), label)
         for body, point in zip(bodies, points, strict=True):
             self._locals, self.emitter.body = dict(before), point
             for inner in body:
                 self._statement(inner)
-            given = [tensor for name in names for tensor in _tensors(self._locals.get(name))]
+            given = [tensor for name in counts for tensor in _tensors(self._locals.get(name))]
             if len(given) != len(results):
                 raise UnsupportedGraph("branches that give different things")
             self.emitter.step("give", given)
@@ -261,27 +260,21 @@ class _Importer:
         kept -= {name for body in bodies for name in _assigned(body)}
         self._locals = {name: value for name, value in before.items() if name in kept}
         made = iter(results)
-        for name, count in zip(names, counts, strict=True):
+        for name, count in counts.items():
             self._locals[name] = _Several([next(made) for _ in range(count)])
 
-    def _counts_of_subgraphs(self, bodies: list[list[ast.stmt]], names: list[str]) -> list[int]:
-        """How many tensors each of `names`, which a subgraph gives in either branch, is."""
-        counts: list[dict[str, int]] = []
-        for body in bodies:
-            found = {}
-            for statement in body:
-                match statement:
-                    case ast.Assign(
-                        targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id=function))
-                    ) if (definition := self.wrapper.subgraph(function)) is not None:
-                        returned = definition.body[-1]
-                        if isinstance(returned, ast.Return):
-                            found[name] = len(_elements(returned))
-            counts.append(found)
-        first, second = counts
-        given = [name for name in names if name in first and first[name] == second.get(name)]
-        names[:] = given
-        return [first[name] for name in given]
+    def _given_by_subgraphs(self, body: list[ast.stmt]) -> dict[str, int]:
+        """The names that a subgraph's results are put into, and how many these are."""
+        found: dict[str, int] = {}
+        for statement in body:
+            match statement:
+                case ast.Assign(
+                    targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id=function))
+                ) if (definition := self.wrapper.subgraph(function)) is not None:
+                    returned = definition.body[-1]
+                    if isinstance(returned, ast.Return):
+                        found[name] = len(_elements(returned))
+        return found
 
     def _subgraph(self, definition: ast.FunctionDef, node: ast.Call) -> Any:
         """A function of the module, called with one list, which it clears: its statements."""
@@ -335,18 +328,14 @@ class _Importer:
 
     def _return(self, elements: list[ast.expr]) -> None:
         values = [self._expression(element) for element in elements]
-        tensors = [v for v in values if isinstance(v, ir.Value) and not _is_integer(v)]
-        integers = [v for v in values if isinstance(v, ir.Value) and _is_integer(v)]
-        integers += [self._integer(v) for v in values if type(v) is int]
-        nones = sum(v is None for v in values)
-        if len(tensors) + len(integers) + nones != len(values):
-            raise UnsupportedGraph("it returns something else than tensors and ints")
-        self.emitter.step("yield", tensors, integers=integers, nones=nones)
-        order = (
-            [i for i, v in enumerate(values) if isinstance(v, ir.Value) and not _is_integer(v)]
-            + [i for i, v in enumerate(values) if isinstance(v, ir.Value) and _is_integer(v)]
-            + [i for i, v in enumerate(values) if type(v) is int]
-            + [i for i, v in enumerate(values) if v is None]
+        kinds = [_output_kind(value) for value in values]
+        # The program's outputs are tensors, then integers, then Nones.
+        order = sorted(range(len(values)), key=kinds.__getitem__)
+        self.emitter.step(
+            "yield",
+            [values[i] for i in order if kinds[i] == _TENSOR],
+            integers=[self._integer(values[i]) for i in order if kinds[i] == _INTEGER],
+            nones=kinds.count(_NONE),
         )
         self.outputs = [order.index(i) for i in range(len(values))]
         self._returned = True
@@ -643,21 +632,16 @@ class _Importer:
         ]
         if given:
             raise UnsupportedGraph(f"{operator} has no argument {next(iter(given))}")
-        counts = self._counts(schema, operator, node)
+        for result in schema.returns:
+            if str(result.type) != "Tensor":
+                raise UnsupportedGraph(f"{operator} returns {result.type}")
+        returns: list[int | None] = [None] * len(schema.returns)
         line = self._line(node)
-        call = Call(operator, arguments, counts, line, is_factory=False, by_overload=by_overload)
+        call = Call(operator, arguments, returns, line, is_factory=False, by_overload=by_overload)
         items = emit_call(self.emitter, call, operands, integers)
         if not items:
             return None
         return items[0] if len(items) == 1 else _Several(items)
-
-    def _counts(self, schema: Any, operator: Any, node: ast.Call) -> list[int | None]:
-        counts: list[int | None] = []
-        for result in schema.returns:
-            if str(result.type) != "Tensor":
-                raise UnsupportedGraph(f"{operator} returns {result.type}")
-            counts.append(None)
-        return counts
 
     def _argument(
         self,
@@ -771,6 +755,19 @@ def _step_of(tensor: ir.Value) -> str:
     owner = tensor.owner
     name: str = owner.name if isinstance(owner, ir.Operation) else owner.operation.name
     return name
+
+
+_TENSOR, _INTEGER, _NONE = range(3)
+
+
+def _output_kind(value: Any) -> int:
+    if _is_value(value):
+        return _INTEGER if _is_integer(value) else _TENSOR
+    if type(value) is int:
+        return _INTEGER
+    if value is None:
+        return _NONE
+    raise UnsupportedGraph("it returns something else than tensors and ints")
 
 
 def _has_value(value: Any) -> bool:

@@ -392,7 +392,8 @@ _SMALL = 1 << 14
 
 
 def _is_small(table: ProgramTable) -> bool:
-    """Does the program only call kernels, on tensors that are known to be small?"""
+    """Does the program only call kernels, and are all tensors small whose sizes it has? (Those of
+    inputs are among them unless the user's options take Inductor's checks away.)"""
     steps = [name for name, _ in all_steps(table.steps)]
     if table.calls or "direct" in steps or any(computed for _, computed, _ in table.layouts):
         return False

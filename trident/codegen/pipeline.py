@@ -183,10 +183,10 @@ def _find_graph(built: Built, known: _DynamoGlobals, code: CodeType) -> Graph | 
     if not functions:
         return None
     built.has_graph = True
-    graph: Graph | None = of_callable(functions[0]) if len(functions) == 1 else None
-    if len(functions) == 1 and graph is None:
+    graph: Graph | None = None
+    if len(functions) == 1:
         try:
-            graph = inductor.of_callable(functions[0])
+            graph = of_callable(functions[0]) or inductor.of_callable(functions[0])
         except UnsupportedGraph as error:
             built.program_reason = str(error)
             return None
