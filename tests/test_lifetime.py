@@ -810,7 +810,7 @@ def depths() -> list[int]:
     return result
 
 
-def test_recursion_depth_through_compiled_functions(fresh: None) -> None:
+def test_recursion_depth_through_compiled_functions(without_strict: None, fresh: None) -> None:
     stock = depths()
     torch._dynamo.reset()
     trident.reset_stats()
