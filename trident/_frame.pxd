@@ -53,6 +53,10 @@ cdef extern from "runtime/guards.h" namespace "trident":
     const char *const *guard_op_names()
     void set_guard_modules(PyObject *device_dict, PyObject *forward_ad, cbool knows_global_state)
 
+cdef extern from "runtime/launch.h" namespace "trident":
+    const char *launch_use_cuda()
+    void launch_use_function(uintptr_t address)
+
 cdef extern from "runtime/program.h" namespace "trident":
     cdef cppclass IntegerRow:
         pass
@@ -66,6 +70,9 @@ cdef extern from "runtime/program.h" namespace "trident":
         none
     cdef cppclass HostProgram:
         HostProgram()
+        uintptr_t empty_cuda
+        PyObject *allocator_variable
+        PyObject *allocator
         int n_inputs
         int n_slots
         vector[IntegerRow] integers
@@ -92,6 +99,9 @@ cdef extern from "runtime/program.h" namespace "trident":
                              int dtype)
     cbool program_add_check(HostProgram *program, int layout, int64_t alignment, PyObject *function,
                             PyObject *name)
+    void program_add_fact(HostProgram *program, PyObject *container, PyObject *key, PyObject *value)
+    cbool program_add_launch(HostProgram *program, PyObject *arguments, PyObject *python, PyObject *autotuner,
+                             PyObject *variant)
     void program_set_function(HostProgram *program, uintptr_t address)
     uintptr_t program_function_address(const char *name)
     void set_python_kernels(PyObject *kernels)

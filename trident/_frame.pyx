@@ -123,6 +123,43 @@ cdef class NativeProgram:
         if not program_add_check(self.native, layout, alignment, <PyObject *>function, text):
             _propagate()
 
+    def add_launch(self, list arguments not None, python not None, autotuner, tuple variant) -> None:
+        """Appends a launch of a Triton kernel. `arguments`: (kind "tensor", "integer" or "real", the
+        slot or row, is its value part of what the variants differ in). `python` is called with their
+        values and the program's integers: it launches, and returns a variant (as in launch.h) for
+        calls like this one, or None. `autotuner`: whose `best_config` a launch sets. `variant`: the
+        only one, which fits all calls, or None. Raises ValueError for what is none."""
+        cdef PyObject *only = NULL
+        cdef PyObject *tuner = NULL
+        if variant is not None:
+            only = <PyObject *>variant
+        if autotuner is not None:
+            tuner = <PyObject *>autotuner
+        self._kept += [python, autotuner, variant]
+        if not program_add_launch(self.native, <PyObject *>arguments, <PyObject *>python, tuner, only):
+            _propagate()
+
+    def add_fact(self, container not None, key, value) -> None:
+        """Stock runs the frame unless the dict `container` has `value` under `key` (NotImplemented:
+        has no such key); or, where `key` is None, the list `container` is empty, or the dict has no
+        fewer items than it had."""
+        cdef PyObject *name = NULL
+        if not isinstance(container, (dict, list) if key is None else dict):
+            raise TypeError(f"a fact about a {type(container).__name__}")
+        if key is not None:
+            name = <PyObject *>key
+        self._kept += [container, key, value]
+        program_add_fact(self.native, <PyObject *>container, name, _unbound_or(value))
+
+    def set_launches(self, uintptr_t empty_cuda, allocator_variable, allocator) -> None:
+        """Where at::detail::empty_strided_cuda is, and what stock puts into Triton's context variable
+        (None: nothing)."""
+        self._kept += [allocator_variable, allocator]
+        self.native.empty_cuda = empty_cuda
+        if allocator is not None:
+            self.native.allocator_variable = <PyObject *>allocator_variable
+            self.native.allocator = <PyObject *>allocator
+
     def set_inference(self, cbool without_autocast, list mutated, epilogue, list epilogue_inputs,
                       int n_results, cbool keeps_gil) -> None:
         """The graph is one that AOTAutograd compiled for inference: it runs with gradients off,
@@ -228,6 +265,19 @@ cdef _own(PyObject *made):
 def scalar_bytes(number, cbool optional) -> bytes:
     """The bytes of a c10::Scalar, or of an optional one (`number` may be None then)."""
     return _own(abi_scalar_bytes(<PyObject *>number, optional))
+
+
+def launch_on_cuda() -> None:
+    """Launches go to CUDA's driver; raises RuntimeError where it is missing or too old."""
+    cdef const char *problem = launch_use_cuda()
+    if problem != NULL:
+        raise RuntimeError(problem.decode())
+
+
+def launch_through(uintptr_t address) -> None:
+    """Launches of kernels on the CPU go to the C function at `address`, which has cuLaunchKernelEx's
+    signature."""
+    launch_use_function(address)
 
 
 def program_function(str name) -> int:

@@ -38,9 +38,10 @@ from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,
 )
 from torch.utils._device import DeviceContext
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from trident.capture import triton
 from trident.capture.patching import Patches
 from trident.errors import UnsupportedGraph
 
@@ -437,6 +438,8 @@ class _Interpreter(torch.fx.Interpreter):
             if node is not n.args[0]:
                 raise UnsupportedGraph("its autocast regions do not nest")
             return None
+        if triton.is_launch(n.target):
+            return self._launch(n)
         if isinstance(n.target, torch._ops.HigherOrderOperator):
             raise UnsupportedGraph(f"{n.target} has no native form")
         if n.op == "call_method" and n.target == "item":
@@ -468,6 +471,13 @@ class _Interpreter(torch.fx.Interpreter):
         if "example_value" in n.meta and n.op != "placeholder":
             self._found.append((n, value))
         return value
+
+    def _launch(self, node: torch.fx.Node) -> None:
+        """Records the launch of a user's kernel, of which nothing is known but its arguments."""
+        mode = proxy_tensor.get_proxy_mode()
+        _, given = self.fetch_args_kwargs_from_env(node)
+        proxies = tree_map(mode.tracer.unwrap_proxy, given)
+        mode.tracer.create_proxy("call_function", node.target, (), proxies, name="launch")
 
     def _applied_function(self, tensors: Iterator[FakeTensor]) -> bool:
         """Did a ``torch.autograd.Function`` compute any of them just now? Its operators are traced,

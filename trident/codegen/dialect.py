@@ -223,11 +223,15 @@ def _define_operations() -> None:
     made = {"results": Sequence[ext.Result[TensorType]]}
     _define("operator", {**operands, "name": ir.StringAttr, "object": integer, **label, **made})
     _define("release", {"tensor": tensor})
+    # The object says what the operands are: LaunchCall.
+    _define("launch", {**operands, "object": integer, **label})
     # Of Inductor's wrappers; the object says what the integers are: Layout, Check, KernelCall.
     _define("empty_strided", {**operands, "object": integer, **made})
     _define("reinterpret", {**operands, "object": integer, **made})
     _define("check", {**operands, "object": integer, **label})
     _define("kernel", {**operands, "object": integer, **label})
+    _define("device_enter", {"index": integer})
+    _define("device_exit", {})
     branches = {"then": ext.Region, "otherwise": ext.Region}
     _define("branch", {"condition": tensor, **label, **made, **branches})
     _define("give", {"tensors": Sequence[tensor]}, terminator=True)  # type: ignore[valid-type]

@@ -17,6 +17,7 @@ import torch
 from torch_mlir import ir
 
 from trident import _frame
+from trident.capture import triton
 from trident.capture.graph import (
     AUTOCAST_CACHES,
     RECORDS_GRADIENTS,
@@ -64,6 +65,17 @@ class Call:
                 shown = _shown(value)
                 parts.append(f"{argument.name}={shown}" if argument.kwarg_only else shown)
         return ", ".join(parts)
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class LaunchCall:
+    """A launch of a Triton kernel, which varies in `arguments`; `grids` are ints, or Slots of
+    integers. `bind` makes what launches it, given the arguments' kinds and the grids."""
+
+    arguments: tuple[Slot, ...]
+    grids: tuple[tuple[int | Slot, ...], ...]
+    bind: Callable[[tuple[str, ...], tuple[triton.Grid, ...]], triton.Launch]
+    line: Line
 
 
 def _shown(value: Any) -> str:
@@ -158,6 +170,20 @@ def emit_call(
     ]
 
 
+def emit_launch(
+    emitter: Emitter, call: LaunchCall, kernel: Any, operands: list[ir.Value], integers: list[Any]
+) -> None:
+    """Append `call`."""
+    name = getattr(getattr(kernel, "fn", None), "__name__", "kernel")
+    emitter.step(
+        "launch",
+        operands,
+        integers=integers,
+        object=emitter.program.objects.add(call, f"{name}{call.grids[0]}"),
+        label=emitter.label(f"{call.line.file}:{call.line.line} in {call.line.function}"),
+    )
+
+
 class _Importer:
     def __init__(
         self,
@@ -219,6 +245,8 @@ class _Importer:
         elif node.op == "output":
             self._output(node)
             return
+        elif triton.is_launch(node.target):
+            self._launch(node)
         elif node.op == "call_function" and node.target in _FUNCTIONS:
             _FUNCTIONS[node.target](self, node)
         elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
@@ -306,6 +334,41 @@ class _Importer:
             value = value if len(schema.returns) == 1 else value[position]
             counts.append(None if kind == "Tensor" else len(value))
         return counts
+
+    def _launch(self, node: torch.fx.Node) -> None:
+        """A call of a user's kernel: torch._higher_order_ops.triton_kernel_wrap."""
+        kernel, constants, descriptors = triton.described_by(node.kwargs)
+        operands: list[ir.Value] = []
+        integers: list[ir.Value] = []
+        names: list[str] = []
+        arguments: list[Slot] = []
+
+        def number(value: Any) -> int | Slot:
+            if type(value) is int:
+                return value
+            integers.append(self._integer(value))
+            return Slot(len(integers) - 1, is_integer=True)
+
+        passed: Any = node.kwargs["kwargs"]
+        for name, value in passed.items():
+            if not isinstance(value, torch.fx.Node):
+                constants[name] = value
+                continue
+            names.append(name)
+            if _is_number(value):
+                arguments.append(Slot(len(integers), is_integer=True))
+                integers.append(self._integer(value))
+            else:
+                arguments.append(Slot(len(operands)))
+                operands.append(self._tensor(value))
+        grids: Any = node.kwargs["grid"]
+        sizes = tuple(tuple(map(number, (*grid, 1, 1)[:3])) for grid in grids)
+
+        def bind(kinds: tuple[str, ...], grids: tuple[triton.Grid, ...]) -> triton.Launch:
+            return triton.UserLaunch(kernel, tuple(names), kinds, constants, grids, descriptors)
+
+        call = LaunchCall(tuple(arguments), sizes, bind, line_of(node))
+        emit_launch(self.emitter, call, kernel, operands, integers)
 
     def getitem(self, node: torch.fx.Node) -> None:
         """One of the tensors that an operator returned."""

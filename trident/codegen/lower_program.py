@@ -17,11 +17,12 @@ from torch_mlir import ir
 from torch_mlir.dialects import llvm
 
 from trident import _frame
+from trident.capture import triton
 from trident.capture.graph import Line
 from trident.capture.inductor import Kernel
 from trident.codegen.abi import Constants, DirectCall, Integer, Word, address, direct_call
 from trident.codegen.dialect import INTEGER_STEPS, Program, session
-from trident.codegen.import_graph import Call, Inference, Slot
+from trident.codegen.import_graph import Call, Inference, LaunchCall, Slot
 from trident.codegen.import_wrapper import Check, KernelCall, Layout
 from trident.codegen.registry import register
 from trident.errors import UnsupportedGraph
@@ -55,6 +56,7 @@ class ProgramTable:
     cudnn: bool | None
     layouts: list[tuple[list[int], list[tuple[int, int]], int]]
     checks: list[tuple[int, int, Any, str | None]]
+    launches: list[tuple[list[tuple[str, int, bool]], triton.Launch]]
 
 
 def lower_program(program: Program) -> ProgramTable:
@@ -373,6 +375,7 @@ def make_native(
         native.add_layout(*layout)
     for check in table.checks:
         native.add_check(*check)
+    _add_launches(native, table)
     native.finish(table.outputs, table.lines, table.cudnn)
     if inference is not None:
         native.set_inference(
@@ -386,6 +389,19 @@ def make_native(
     return native
 
 
+def _add_launches(native: Any, table: ProgramTable) -> None:
+    if not table.launches:
+        return
+    triton.use_driver()
+    facts: dict[Any, triton.Fact] = {}
+    for arguments, launch in table.launches:
+        native.add_launch(arguments, launch, launch.autotuner, launch.only)
+        for fact in launch.facts():
+            facts.setdefault((id(fact[0]), fact[1]), fact)
+    for fact in facts.values():
+        native.add_fact(*fact)
+
+
 # What kernels do to so many elements takes less time than a switch of threads, and stock's wrappers
 # keep the GIL in any case.
 _SMALL = 1 << 14
@@ -395,7 +411,7 @@ def _is_small(table: ProgramTable) -> bool:
     """Does the program only call kernels, and are all tensors small whose sizes it has? (Those of
     inputs are among them unless the user's options take Inductor's checks away.)"""
     steps = [name for name, _ in all_steps(table.steps)]
-    if table.calls or "direct" in steps or any(computed for _, computed, _ in table.layouts):
+    if table.calls or table.launches or "direct" in steps or any(computed for _, computed, _ in table.layouts):
         return False
     sizes = [numbers[: len(numbers) // 2] for numbers, _, _ in table.layouts]
     return steps.count("kernel") * sum(map(math.prod, sizes)) < _SMALL
@@ -419,6 +435,7 @@ class _Context:
         self.layouts: list[tuple[list[int], list[tuple[int, int]], int]] = []
         self._layouts: dict[Any, int] = {}
         self.checks: list[tuple[int, int, Any, str | None]] = []
+        self.launches: list[tuple[list[tuple[str, int, bool]], triton.Launch]] = []
         self.steps: Steps = []
         self.memory = Constants()
         self.cudnn: bool | None = None
@@ -491,6 +508,7 @@ class _Context:
             self.cudnn,
             self.layouts,
             self.checks,
+            self.launches,
         )
 
 
@@ -618,6 +636,32 @@ def lower_kernel(context: _Context, op: ir.Operation) -> None:
             arguments.append(("tensor", places[value.index]))
     step = context.new_step(call.line, "kernel")
     context.steps.append(("kernel", (call.kernel, arguments, step)))
+
+
+@program_rule("launch")
+def lower_launch(context: _Context, op: ir.Operation) -> None:
+    call: LaunchCall = _object(context, op)
+    places = [context.place(operand) for operand in op.operands]
+    integers = [place for place in places if isinstance(place, Integer)]
+    found = [(integers if slot.is_integer else places)[slot.index] for slot in call.arguments]
+    kinds = tuple(map(_kind_of_argument, found))
+
+    def size(number: int | Slot) -> triton.Number:
+        return triton.Row(integers[number.index].row) if isinstance(number, Slot) else number
+
+    grids = tuple(tuple(map(size, grid)) for grid in call.grids)
+    launch = call.bind(kinds, grids)  # type: ignore[arg-type]
+    numbers = [place.row if isinstance(place, Integer) else place for place in found]
+    arguments = list(zip(kinds, numbers, launch.keyed_by_value, strict=True))
+    context.launches.append((arguments, launch))
+    step = context.new_step(call.line, "ops")
+    context.steps.append(("trident_program_launch", (len(context.launches) - 1, step)))
+
+
+def _kind_of_argument(place: int | Integer) -> str:
+    if not isinstance(place, Integer):
+        return "tensor"
+    return "real" if place.is_float else "integer"
 
 
 @program_rule("branch")

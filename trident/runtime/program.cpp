@@ -9,6 +9,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/Dtype.h>
@@ -110,6 +111,8 @@ struct ProgramState {
   std::vector<AutocastRegion> regions{}; /* the state before each open one */
   std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd{};
   std::optional<OptionalTensorList> list{};
+  std::vector<std::unique_ptr<c10::DeviceGuard>> devices{}; /* the open regions */
+  c10::SmallVector<std::pair<PyObject *, PyObject *>, 4> tuned{}; /* autotuners, and what each chose last */
 };
 
 namespace {
@@ -260,6 +263,7 @@ bool execute(ProgramState *state) {
       failure = std::current_exception();
       state->below_autograd.reset();
     }
+    while (!state->devices.empty()) state->devices.pop_back();
   }
   if (failure) {
     ok = false;
@@ -375,6 +379,79 @@ using LayoutNumbers = c10::SmallVector<int64_t, 12>;
   PyObject *result = PyObject_Call(check.function, positional.ptr(), nullptr);
   if (result == nullptr) throw python_error();
   Py_DECREF(result);
+}
+
+/* Is `found` the value that was there? Another object may be the same number or text. */
+bool is_same(PyObject *found, PyObject *value) {
+  if (found == value) return true;
+  if (found == nullptr || value == nullptr || Py_TYPE(found) != Py_TYPE(value)) return false;
+  const bool is_plain = PyUnicode_CheckExact(value) || PyBytes_CheckExact(value) || PyLong_CheckExact(value) ||
+                        PyFloat_CheckExact(value);
+  if (!is_plain) return false;
+  const int same = PyObject_RichCompareBool(found, value, Py_EQ);
+  if (same < 0) PyErr_Clear();
+  return same == 1;
+}
+
+bool facts_hold(HostProgram *program) {
+  for (ProgramFact &fact : program->facts) {
+    if (fact.key == nullptr) {
+      const bool is_list = PyList_Check(fact.container);
+      const Py_ssize_t size = is_list ? PyList_GET_SIZE(fact.container) : PyDict_GET_SIZE(fact.container);
+      if (is_list ? size != 0 : size < fact.size) return false;
+      fact.size = size;
+      continue;
+    }
+    PyObject *found = PyDict_GetItemWithError(fact.container, fact.key);
+    if (found == nullptr) PyErr_Clear();
+    if (!is_same(found, fact.value)) return false;
+  }
+  return true;
+}
+
+/* Does what stock's launches leave behind: false with a Python error set. */
+bool note_launches(ProgramState *state) {
+  const HostProgram *program = state->program;
+  static PyObject *const name = PyUnicode_InternFromString("best_config");
+  for (auto [autotuner, config] : state->tuned)
+    if (PyObject_SetAttr(autotuner, name, config) < 0) return false;
+  state->tuned.clear();
+  if (program->allocator == nullptr) return true;
+  PyObject *current = nullptr;
+  if (PyContextVar_Get(program->allocator_variable, nullptr, &current) < 0) return false;
+  const bool is_ours = current == program->allocator;
+  Py_XDECREF(current);
+  if (is_ours) return true;
+  PyObject *token = PyContextVar_Set(program->allocator_variable, program->allocator);
+  Py_XDECREF(token);
+  return token != nullptr;
+}
+
+/* With the GIL released: launches through Triton's own code, and adds the variant that it says it ran. */
+[[gnu::noinline]] void ask_launch(ProgramState *state, ProgramLaunch *launch, const LaunchKey &key) {
+  pybind11::gil_scoped_acquire gil;
+  if (!note_launches(state)) throw python_error();
+  py::list arguments;
+  for (const LaunchArgument &argument : launch->arguments) {
+    PyObject *value;
+    if (argument.kind == LaunchArgument::Kind::tensor) {
+      value = THPVariable_Wrap(state->slots[argument.place]);
+    } else if (argument.kind == LaunchArgument::Kind::integer) {
+      value = PyLong_FromLongLong(state->integers[argument.place]);
+    } else {
+      double number;
+      std::memcpy(&number, &state->integers[argument.place], sizeof(number));
+      value = PyFloat_FromDouble(number);
+    }
+    if (value == nullptr) throw python_error();
+    arguments.append(py::reinterpret_steal<py::object>(value));
+  }
+  py::list rows;
+  for (size_t i = 0; i < state->program->integers.size(); i++) rows.append(py::int_(state->integers[i]));
+  auto found = py::reinterpret_steal<py::object>(
+      PyObject_CallFunctionObjArgs(launch->python, arguments.ptr(), rows.ptr(), nullptr));
+  if (!found) throw python_error();
+  if (!found.is_none() && !launch_add_variant(launch, key, found.ptr())) throw python_error();
 }
 
 int64_t floor_divide(int64_t a, int64_t b) {
@@ -697,6 +774,37 @@ bool program_add_check(HostProgram *program, int layout, int64_t alignment, PyOb
   return true;
 }
 
+void program_add_fact(HostProgram *program, PyObject *container, PyObject *key, PyObject *value) {
+  program->facts.push_back({container, key, value, 0});
+}
+
+bool program_add_launch(HostProgram *program, PyObject *arguments, PyObject *python, PyObject *autotuner,
+                        PyObject *variant) {
+  auto launch = std::make_unique<ProgramLaunch>();
+  launch->python = python;
+  launch->autotuner = autotuner;
+  launch->is_keyed = variant == nullptr;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(arguments); i++) {
+    const char *kind;
+    int place, by_value;
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(arguments, i), "sip", &kind, &place, &by_value)) return false;
+    const std::string text(kind);
+    const bool is_tensor = text == "tensor";
+    const int n = is_tensor ? program->n_slots : static_cast<int>(program->integers.size());
+    if (place < 0 || place >= n) {
+      PyErr_Format(PyExc_ValueError, "a launch is passed %s %d of %d", kind, place, n);
+      return false;
+    }
+    launch->arguments.push_back({is_tensor           ? LaunchArgument::Kind::tensor
+                                 : text == "integer" ? LaunchArgument::Kind::integer
+                                                     : LaunchArgument::Kind::real,
+                                 place, by_value != 0});
+  }
+  if (variant != nullptr && !launch_add_variant(launch.get(), {}, variant)) return false;
+  program->launches.push_back(std::move(launch));
+  return true;
+}
+
 void program_add_line(HostProgram *program, const char *file, const char *function, int line, Caller caller) {
   program->lines.push_back({file, function, line, caller});
 }
@@ -736,6 +844,10 @@ uintptr_t program_function_address(const char *name) {
   TRIDENT_FUNCTION(trident_program_check)
   TRIDENT_FUNCTION(trident_program_data)
   TRIDENT_FUNCTION(trident_program_branch)
+  TRIDENT_FUNCTION(trident_program_empty_cuda)
+  TRIDENT_FUNCTION(trident_program_launch)
+  TRIDENT_FUNCTION(trident_program_device_enter)
+  TRIDENT_FUNCTION(trident_program_device_exit)
 #undef TRIDENT_FUNCTION
   return 0;
 }
@@ -753,6 +865,7 @@ int32_t run(HostProgram *program, PyObject *const *inputs, PyObject **outputs) {
     if (!plain_tensor(inputs[i])) return 2;
   auto *integers = static_cast<int64_t *>(alloca(sizeof(int64_t) * (program->integers.size() + 1)));
   if (!compute_integers(program, inputs, integers)) return 2;
+  if (!program->facts.empty() && !facts_hold(program)) return 2;
   if (program->cudnn >= 0 && at::globalContext().userEnabledCuDNN() != (program->cudnn != 0)) return 2;
   constexpr int kOnStack = 512;
   std::vector<at::Tensor> many;
@@ -777,6 +890,12 @@ int32_t run(HostProgram *program, PyObject *const *inputs, PyObject **outputs) {
   {
     ProgramState state{slots, -1, integers, program, {}, ticks() + kTicksBetweenSignals};
     if (!execute(&state)) status = 1;
+    if (!program->launches.empty()) {
+      PyObject *type, *value, *traceback;
+      PyErr_Fetch(&type, &value, &traceback);
+      if (!note_launches(&state)) status = 1;
+      if (type != nullptr) PyErr_Restore(type, value, traceback); /* the first error is the one */
+    }
   }
   c10::SmallVector<PyObject *, 8> before(program->epilogue == nullptr ? 0 : program->outputs.size());
   PyObject **wrapped = program->epilogue == nullptr ? outputs : before.data();
@@ -942,6 +1061,35 @@ void trident_program_reinterpret(ProgramState *state, int32_t slot, int32_t from
   state->slots[slot] = torch::inductor::_reinterpret_tensor(state->slots[from], {numbers, dim},
                                                             {numbers + dim, dim}, numbers[2 * dim]);
 }
+
+void trident_program_empty_cuda(ProgramState *state, int32_t slot, int32_t index) {
+  /* libtorch_cuda is there where this is called, but not where this is linked. */
+  using Function = at::Tensor (*)(at::IntArrayRef, at::IntArrayRef, at::ScalarType);
+  const ProgramLayout &layout = state->program->layouts[index];
+  LayoutNumbers space;
+  const int64_t *numbers = layout_numbers(state, layout, &space);
+  const size_t dim = layout.dim;
+  const auto empty = reinterpret_cast<Function>(state->program->empty_cuda);
+  state->slots[slot] = empty({numbers, dim}, {numbers + dim, dim}, layout.dtype);
+}
+
+void trident_program_launch(ProgramState *state, int32_t index, int32_t step) {
+  state->step = step;
+  ProgramLaunch *to = state->program->launches[index].get();
+  const LaunchKey key = launch_key(*to, state->slots, state->integers);
+  PyObject *config = nullptr;
+  if (__builtin_expect(launch(to, key, state->slots, state->integers, &config) != Launched::yes, 0))
+    ask_launch(state, to, key);
+  else if (config != nullptr) state->tuned.emplace_back(to->autotuner, config);
+  after_operator(state);
+}
+
+void trident_program_device_enter(ProgramState *state, int32_t index) {
+  const c10::Device device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
+  state->devices.push_back(std::make_unique<c10::DeviceGuard>(device));
+}
+
+void trident_program_device_exit(ProgramState *state) { state->devices.pop_back(); }
 
 void trident_program_check(ProgramState *state, int32_t slot, int32_t index, int32_t step) {
   const ProgramCheck &check = state->program->checks[index];

@@ -13,6 +13,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 
+#include "launch.h"
+
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -100,6 +103,14 @@ struct ProgramCheck {
   PyObject *function, *name; /* borrowed from who made the program */
 };
 
+/* What must be so where a program starts, or stock runs the frame: the dict has this value under the key (null:
+ * none); or (key null) the list is empty, or the dict has no fewer items than it had. Borrowed from who made the
+ * program. */
+struct ProgramFact {
+  PyObject *container, *key, *value;
+  Py_ssize_t size;
+};
+
 /* What a program returns: the tensor of a slot, the integer of a row, or None. */
 enum class ProgramOutput { tensor, integer, none };
 
@@ -110,6 +121,11 @@ struct HostProgram {
   std::vector<std::pair<ProgramOutput, int>> outputs; /* and the row or slot */
   std::vector<ProgramLayout> layouts;
   std::vector<ProgramCheck> checks;
+  std::vector<std::unique_ptr<ProgramLaunch>> launches;
+  std::vector<ProgramFact> facts;
+  uintptr_t empty_cuda = 0; /* at::detail::empty_strided_cuda */
+  /* Stock puts this into Triton's context variable at every launch; borrowed, or null. */
+  PyObject *allocator_variable = nullptr, *allocator = nullptr;
   /* For the graphs that AOTAutograd compiles for inference: what its wrapper does around them. */
   bool without_grad = false, without_autocast = false;
   bool keeps_gil = false; /* it is done before another thread could make use of it */
@@ -151,6 +167,14 @@ void set_python_kernels(PyObject *kernels);
 bool program_add_layout(HostProgram *program, std::vector<int64_t> numbers,
                         std::vector<std::pair<int, int>> computed, int dtype);
 bool program_add_check(HostProgram *program, int layout, int64_t alignment, PyObject *function, PyObject *name);
+
+void program_add_fact(HostProgram *program, PyObject *container, PyObject *key, PyObject *value);
+
+/* Appends a launch of a kernel. `arguments`: (kind "tensor", "integer" or "real", slot or row, is its value part of
+ * the variants' key); `python`: see launch.h; `autotuner` may be null; `variant`: the only one there is, or null.
+ * False with a Python error set. */
+bool program_add_launch(HostProgram *program, PyObject *arguments, PyObject *python, PyObject *autotuner,
+                        PyObject *variant);
 
 void program_add_line(HostProgram *program, const char *file, const char *function, int line, Caller caller);
 void program_set_function(HostProgram *program, uintptr_t address);
@@ -215,6 +239,13 @@ void trident_program_alias(ProgramState *state, int32_t to, int32_t from);
 /* A new tensor, not filled; another tensor of the storage of `from`. */
 void trident_program_empty(ProgramState *state, int32_t slot, int32_t layout);
 void trident_program_reinterpret(ProgramState *state, int32_t slot, int32_t from, int32_t layout);
+/* As trident_program_empty, on the current CUDA device. */
+void trident_program_empty_cuda(ProgramState *state, int32_t slot, int32_t layout);
+/* Launches a Triton kernel. */
+void trident_program_launch(ProgramState *state, int32_t launch, int32_t step);
+/* The CUDA device `index` is the current one, until the exit of the innermost region. */
+void trident_program_device_enter(ProgramState *state, int32_t index);
+void trident_program_device_exit(ProgramState *state);
 /* Raises unless the tensor is as the check says. */
 void trident_program_check(ProgramState *state, int32_t slot, int32_t check, int32_t step);
 /* Runs one of two functions of the program, by the number in a slot. */

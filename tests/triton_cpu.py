@@ -1,0 +1,249 @@
+"""A driver for Triton without a GPU: kernels are compiled for an H100 and run by the interpreter.
+
+Triton's own launches and those of Trident's programs end in the same place, :func:`_run`, with the
+grid and the arguments as the driver would get them: packed, without what was specialized away.
+"""
+
+import ctypes
+import struct
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.utils._triton
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import driver
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+
+from trident.capture import triton as capture
+
+_DTYPES = {
+    **{"fp32": torch.float32, "fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16},
+    **{"i1": torch.bool, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32},
+    **{"i64": torch.int64, "u8": torch.uint8},
+}
+_FORMATS = {
+    **{"i1": "<?", "u1": "<?", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u8": "<B"},
+    **{"u16": "<H", "u32": "<I", "u64": "<Q", "fp32": "<f", "fp64": "<d"},
+}
+# What ran: (name of the kernel, grid, its arguments, "native" or "python"), since it was cleared.
+launches = []
+# What the driver is to answer next: CUresult.
+errors = []
+_functions = []
+
+
+class _Pointer:
+    def __init__(self, address, dtype):
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self):
+        return self.address
+
+
+class _OnPointers(GridExecutor):
+    def _init_args_hst(self, arguments, keywords):
+        return arguments, keywords
+
+    def _restore_args_dev(self, *arguments):
+        pass
+
+
+def _flat(kinds, values=None):
+    """(path, type) of the parameters of a signature; tuples are their items."""
+    for path, kind in kinds:
+        if isinstance(kind, tuple):
+            yield from _flat([((*path, i), k) for i, k in enumerate(kind)])
+        else:
+            yield path, kind
+
+
+class _Function:
+    """What the driver's handle of a kernel stands for."""
+
+    def __init__(self, source, metadata):
+        names = source.fn.arg_names
+        self.name, self.names, self.shared = source.fn.__name__, names, metadata.shared
+        self.function = InterpretedFunction(source.fn.fn)
+        kinds = [((i,), source.signature[name]) for i, name in enumerate(names)]
+        self.parameters = list(_flat(kinds))
+        self.constants = dict(source.constants)
+
+    def run(self, grid, packed, how):
+        """`packed`: the bytes of each parameter that is no constant."""
+        values, words = {}, iter(packed)
+        for path, kind in self.parameters:
+            if kind == "constexpr":
+                values[path] = self.constants[path]
+            elif kind.startswith("*"):
+                address = struct.unpack("<Q", next(words)[:8])[0]
+                values[path] = _Pointer(address, _DTYPES[kind[1:].removeprefix("k")])
+            else:
+                form = _FORMATS[kind]
+                (values[path],) = struct.unpack(form, next(words)[: struct.calcsize(form)])
+        arguments = [self._argument(values, (i,)) for i in range(len(self.names))]
+        launches.append((self.name, grid, dict(zip(self.names, arguments, strict=True)), how))
+        fn = self.function.rewrite()
+        _OnPointers(fn, self.names, grid)(*arguments)
+
+    def _argument(self, values, path):
+        if path in values:
+            return values[path]
+        n = max(p[len(path)] for p in values if p[: len(path)] == path) + 1
+        return tuple(self._argument(values, (*path, i)) for i in range(n))
+
+
+class _Launcher:
+    def __init__(self, source, metadata):
+        _functions.append(_Function(source, metadata))
+        self.function = _functions[-1]
+        self.number = len(_functions)
+
+    def __call__(self, x, y, z, stream, function, packed, launch, enter, leave, *arguments):
+        if enter is not None:
+            enter(launch)
+        flat = dict(_flatten([((i,), a) for i, a in enumerate(arguments)]))
+        words = []
+        for path, kind in self.function.parameters:
+            if kind == "constexpr":
+                continue
+            value = flat[path]
+            if kind.startswith("*"):
+                address = value.data_ptr() if hasattr(value, "data_ptr") else value or 0
+                words.append(struct.pack("<Q", address))
+            else:
+                words.append(struct.pack(_FORMATS[kind], value))
+        if x * y * z > 0:
+            self.function.run((x, y, z), words, "python")
+        if leave is not None:
+            leave(launch)
+
+
+def _flatten(items):
+    for path, value in items:
+        yield path, value
+        if isinstance(value, tuple):
+            yield from _flatten([((*path, i), v) for i, v in enumerate(value)])
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("n_attributes", ctypes.c_uint),
+    ]
+
+
+_SIGNATURE = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.POINTER(_Config),
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)
+configs = []
+
+
+@_SIGNATURE
+def _launch(config, number, parameters, extra):
+    if errors:
+        return errors.pop()
+    function = _functions[number - 1]
+    n = sum(kind != "constexpr" for _, kind in function.parameters)
+    packed = [ctypes.string_at(parameters[i], 8) for i in range(n)]
+    c = config.contents
+    ids = [ctypes.c_int.from_address(c.attributes + 72 * i).value for i in range(c.n_attributes)]
+    configs.append((tuple(c.block), c.shared, ids))
+    try:
+        function.run(tuple(c.grid), packed, "native")
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        return 700
+    return 0
+
+
+class _Utils:
+    def load_binary(self, name, kernel, shared, device):
+        return 1, len(_functions), 0, 0, 1024
+
+    def unload_module(self, module):
+        pass
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132}
+
+
+class CpuDriver(DriverBase):
+    launcher_cls = _Launcher
+
+    def __init__(self):
+        self.utils = _Utils()
+
+    @staticmethod
+    def is_active():
+        return True
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def get_current_device(self):
+        return 0
+
+    def set_current_device(self, device):
+        pass
+
+    def get_current_stream(self, device=0):
+        return 0
+
+    def get_device_interface(self):
+        return torch.cpu
+
+    def get_benchmarker(self):
+        def bench(call, quantiles=None, **_):
+            before = len(launches)
+            call()
+            # The more programs, the slower: always the same choice.
+            n = float(np.prod(launches[-1][1])) if len(launches) > before else 0.0
+            return [n] * len(quantiles or (0,))
+
+        return bench
+
+    def map_python_to_cpp_type(self, kind):
+        return kind
+
+
+capture.add_launcher(_Launcher, ctypes.cast(_launch, ctypes.c_void_p).value)
+
+
+@pytest.fixture
+def triton_cpu(monkeypatch):
+    """Triton's kernels run on CPU tensors; gives this module."""
+    if not sys.modules.get("triton.runtime.driver"):
+        raise AssertionError("Triton is not there")
+    before = driver._active if hasattr(driver, "_active") else None
+    driver.set_active(CpuDriver())
+    monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: True)
+    for name in ("torch._dynamo.variables.builder", "torch._dynamo.variables.functions"):
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "has_triton"):
+            monkeypatch.setattr(module, "has_triton", lambda: True)
+    launches.clear()
+    configs.clear()
+    errors.clear()
+    yield sys.modules[__name__]
+    if before is not None:
+        driver.set_active(before)
+    else:
+        driver.reset_active()
+
+
+__all__ = ["CpuDriver", "configs", "errors", "launches", "triton", "triton_cpu"]

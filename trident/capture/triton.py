@@ -1,0 +1,342 @@
+"""Triton's kernels in graphs: what a launch passes, and what Triton compiled for it.
+
+A launch that has not been seen yet goes through Triton itself, ``kernel[grid](…)`` as stock's code
+calls it, which compiles, tunes and launches. What it ran becomes a variant: the driver's function
+and how its arguments are packed. Where anything about it is not known here, there is no variant,
+and every such launch goes through Triton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from trident import _frame
+from trident.errors import UnsupportedGraph
+
+# The positions of LaunchParameter's types in runtime/launch.h.
+_POINTER, _I32, _U32, _I64, _F32, _F64, _CONSTANT = range(7)
+_ROWS = {"i32": _I32, "u32": _U32, "i64": _I64, "u64": _I64}
+_REALS = {"fp32": _F32, "f32": _F32, "fp64": _F64}
+# How struct packs what Triton's launcher converts a constant to.
+_FORMATS = {
+    **{"i1": "<b", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q"},
+    **{"u1": "<B", "u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q"},
+    **{"fp32": "<f", "f32": "<f", "fp64": "<d"},
+}
+# Above it, CUDA asks for an attribute that Triton sets.
+_MOST_SHARED = 228 * 1024
+
+Fact = tuple[Any, Any, Any]
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Row:
+    """An integer of the program, by its number."""
+
+    number: int
+
+
+Number = int | Row
+Grid = tuple[Number, Number, Number]
+
+
+def is_launch(target: Any) -> bool:
+    """Is `target`, of a node of Dynamo's graph, the launch of a user's kernel?"""
+    module = sys.modules.get("torch._higher_order_ops.triton_kernel_wrap")
+    return module is not None and target is module.triton_kernel_wrapper_mutation
+
+
+def described_by(given: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The kernel, the constant arguments and the tensor descriptors of a launch, from the keyword
+    arguments of its node."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table as table
+
+    constants = table.get_constant_args(given["constant_args_idx"])
+    descriptors = dict(given["tma_descriptor_metadata"])
+    return table.get_kernel(given["kernel_idx"]), dict(constants), descriptors
+
+
+class Launch(Protocol):
+    """What launches a kernel from Python: see ``NativeProgram.add_launch``."""
+
+    @property
+    def autotuner(self) -> Any: ...
+    @property
+    def keyed_by_value(self) -> tuple[bool, ...]: ...
+    @property
+    def only(self) -> tuple[Any, ...] | None: ...
+    def facts(self) -> Iterator[Fact]: ...
+    def __call__(self, values: list[Any], rows: list[int]) -> tuple[Any, ...] | None: ...
+
+
+def use_driver() -> None:
+    """Makes launches native for the driver that Triton uses; raises UnsupportedGraph if Trident
+    knows none for it."""
+    from triton.runtime import driver
+
+    launcher = getattr(driver.active, "launcher_cls", None)
+    if launcher in _functions:
+        _frame.launch_through(_functions[launcher])
+        return
+    if getattr(launcher, "__module__", None) != "triton.backends.nvidia.driver":
+        raise UnsupportedGraph("Triton uses a driver that Trident has no launcher for")
+    try:
+        _frame.launch_on_cuda()
+    except RuntimeError as error:
+        raise UnsupportedGraph(str(error)) from None
+
+
+# The C functions that stand for a driver, by the launcher class of Triton's driver for it.
+_functions: dict[Any, int] = {}
+
+
+def add_launcher(launcher: type, address: int) -> None:
+    """The C function at `address`, with the signature of cuLaunchKernelEx, launches what Triton
+    launches by `launcher`: on the CPU, without streams. (The tests have such a driver.)"""
+    _functions[launcher] = address
+
+
+def knob_facts() -> Iterator[Fact]:
+    """What of Triton's settings a launch depends on, as it is now: see ``NativeProgram.add_fact``."""
+    from triton import knobs
+
+    for owner, name in (
+        *((knobs.runtime, name) for name in _RUNTIME_KNOBS),
+        *((knobs.compilation, name) for name in _COMPILATION_KNOBS),
+    ):
+        yield vars(owner), name, vars(owner).get(name, NotImplemented)
+        kind = vars(type(owner)).get(name)
+        if isinstance(kind, knobs.env_base):
+            values = vars(os.environ)["_data"]
+            key = kind.key.encode()
+            yield values, key, values.get(key, NotImplemented)
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        hook = getattr(knobs.runtime, name)
+        if hook is None:
+            continue
+        if type(hook) is not knobs.HookChain or hook.calls:
+            raise UnsupportedGraph("Triton has launch hooks")
+        yield hook.calls, None, None
+        yield vars(hook), "calls", hook.calls
+
+
+_RUNTIME_KNOBS = (
+    *("debug", "launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook"),
+    *("interpret", "override_arch"),
+)
+_COMPILATION_KNOBS = ("instrumentation_mode", "fpsan_homomorphic_casts")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class UserLaunch:
+    """A launch of `kernel` of the user's, a ``JITFunction`` or an ``Autotuner`` of one: of the
+    arguments `names`, which vary, and of `constants`; on one of `grids`, one per configuration of
+    an autotuner. `kinds`: for each of `names` "tensor", "integer" or "real"."""
+
+    kernel: Any
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    constants: dict[str, Any]
+    grids: tuple[Grid, ...]
+    descriptors: dict[str, Any] = dataclasses.field(default_factory=dict)
+    _kept: list[Any] = dataclasses.field(default_factory=list)
+
+    @property
+    def only(self) -> None:
+        """There are many variants."""
+
+    @property
+    def autotuner(self) -> Any:
+        return None if _is_plain(self.kernel) else self.kernel
+
+    @property
+    def keyed_by_value(self) -> tuple[bool, ...]:
+        keys = () if self.autotuner is None else self.kernel.keys
+        return tuple(name in keys for name in self.names)
+
+    def facts(self) -> Iterator[Fact]:
+        """What a native launch depends on; raises UnsupportedGraph for a kernel that Trident does
+        not know how to launch."""
+        from triton.runtime.autotuner import Autotuner
+
+        yield from knob_facts()
+        jit = self.kernel
+        if not _is_plain(jit):
+            if type(jit) is not Autotuner or not _is_plain(jit.fn):
+                raise UnsupportedGraph(f"its kernel is a {type(jit).__name__}")
+            for name in ("fn", "cache", "configs", "keys"):
+                yield vars(jit), name, vars(jit)[name]
+            yield vars(jit), "run", NotImplemented
+            yield jit.cache, None, None
+            jit = jit.fn
+        if jit.pre_run_hooks:
+            raise UnsupportedGraph("its kernel has hooks that run before it")
+        yield jit.pre_run_hooks, None, None
+        yield vars(jit), "run", NotImplemented
+        for name in ("pre_run_hooks", "debug", "device_caches"):
+            yield vars(jit), name, vars(jit)[name]
+        for device, cache in jit.device_caches.items():
+            yield jit.device_caches, device, cache
+            yield cache[0], None, None
+        for (name, _), (value, names) in jit.used_global_vals.items():
+            yield names, name, value
+
+    def __call__(self, values: list[Any], rows: list[int]) -> tuple[Any, ...] | None:
+        """Launches as stock does; returns a variant for launches like this one (see launch.h)."""
+        grids = [tuple(rows[n.number] if isinstance(n, Row) else n for n in g) for g in self.grids]
+        given = {**dict(zip(self.names, values, strict=True)), **self.constants}
+        if self.descriptors:
+            _run_stock(self.kernel, grids, self.descriptors, given)
+            return None
+        grid = grids[0] if len(grids) == 1 else _grid_function(self.kernel, grids)
+        # As stock orders them.
+        arguments, rest = [], dict(given)
+        for name in self.kernel.arg_names:
+            if name not in rest:
+                break
+            arguments.append(rest.pop(name))
+        compiled = self.kernel[grid](*arguments, **rest)
+        return self._variant(compiled)
+
+    def _variant(self, compiled: Any) -> tuple[Any, ...] | None:
+        config, number = None, 0
+        jit = self.kernel
+        if not _is_plain(jit):
+            config, jit = jit.best_config, jit.fn
+            if config.pre_hook is not None:
+                return None
+            if len(self.grids) > 1:
+                numbers = [(i,) for i in range(len(self.grids))]
+                (number,) = _grid_function(self.kernel, numbers)(config.all_kwargs())
+        self._kept += [compiled, config]
+        places = {name: i for i, name in enumerate(self.names)}
+        kinds = dict(zip(self.names, self.kinds, strict=True))
+        defaults = {p.name: p.default for p in jit.params if p.has_default}
+        chosen = {} if config is None else config.kwargs
+
+        def parameter(name: str, kind: Any) -> list[tuple[int, int, int]] | None:
+            if name in places:
+                how = _varying(kinds[name], kind)
+                return None if how is None else [(how, places[name], 0)]
+            for values in (self.constants, chosen, defaults):
+                if name in values:
+                    return constant(values[name], kind)
+            return None
+
+        signature = getattr(getattr(compiled, "src", None), "signature", None)
+        if not isinstance(signature, dict):
+            return None
+        names = [name for name, kind in signature.items() if kind != "constexpr"]
+        made = [parameter(name, signature[name]) for name in names]
+        if None in made:
+            return None
+        parameters = [item for items in made if items is not None for item in items]
+        grid = [(True, n.number) if isinstance(n, Row) else (False, n) for n in self.grids[number]]
+        return variant(compiled, parameters, grid, config)
+
+
+def _is_plain(kernel: Any) -> bool:
+    from triton.runtime.jit import JITFunction
+
+    return type(kernel) is JITFunction
+
+
+def _grid_function(kernel: Any, grids: list[Any]) -> Callable[[dict[str, Any]], Any]:
+    """As stock's launch makes it: the grid of a configuration."""
+    from torch._inductor.codegen.wrapper import user_defined_kernel_grid_fn_code
+
+    name, code = user_defined_kernel_grid_fn_code(kernel.fn.__name__, kernel.configs, grids)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    function: Callable[[dict[str, Any]], Any] = names[name]
+    return function
+
+
+def _run_stock(
+    kernel: Any, grids: list[Any], descriptors: dict[str, Any], given: dict[str, Any]
+) -> None:
+    """The launch by stock's function, which makes tensor descriptors."""
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    table = wrap.kernel_side_table
+    tensors = {k: v for k, v in given.items() if isinstance(v, torch.Tensor)}
+    constants = {k: v for k, v in given.items() if k not in tensors}
+    wrap.triton_kernel_wrapper_mutation(
+        kernel_idx=table.add_kernel(kernel),
+        constant_args_idx=table.add_constant_args(constants),
+        grid=grids,
+        tma_descriptor_metadata=descriptors,
+        kwargs=tensors,
+    )
+
+
+def _varying(kind: str, signature: Any) -> int | None:
+    """The type of the parameter that an argument of this kind is passed as."""
+    if not isinstance(signature, str):
+        return None
+    if kind == "tensor":
+        return _POINTER if signature.startswith("*") else None
+    return (_ROWS if kind == "integer" else _REALS).get(signature)
+
+
+def constant(value: Any, kind: Any) -> list[tuple[int, int, int]] | None:
+    """The parameters for a constant `value` of the type `kind` of Triton's signature, tuples one by
+    one; None if it is not known how."""
+    if isinstance(kind, tuple):
+        if not isinstance(value, tuple) or len(value) != len(kind):
+            return None
+        made = [constant(v, k) for v, k in zip(value, kind, strict=True) if k != "constexpr"]
+        return None if None in made else [item for items in made if items for item in items]
+    if kind not in _FORMATS or type(value) not in (int, float, bool):
+        return None
+    if kind in _REALS and type(value) is not float or kind not in _REALS and type(value) is float:
+        return None
+    try:
+        packed = struct.pack(_FORMATS[kind], value)
+    except (struct.error, OverflowError):
+        return None
+    return [(_CONSTANT, -1, int.from_bytes(packed, "little"))]
+
+
+def variant(
+    compiled: Any,
+    parameters: list[tuple[int, int, int]],
+    grid: list[tuple[bool, int]],
+    config: Any,
+) -> tuple[Any, ...] | None:
+    """What launches ``CompiledKernel`` `compiled`: see ``launch_add_variant`` in runtime/launch.h.
+    None for one that Trident leaves to Triton: with scratch memory, tensor descriptors or
+    instrumentation."""
+    metadata = getattr(compiled, "metadata", None)
+    launcher = type(getattr(compiled, "_run", None))
+    known = launcher in _functions or launcher.__module__ == "triton.backends.nvidia.driver"
+    if metadata is None or not known or compiled.function is None:
+        return None
+    scratch = ("global_scratch_size", "profile_scratch_size")
+    if any(getattr(metadata, name, 0) for name in scratch):
+        return None
+    if getattr(metadata, "tensordesc_meta", None) or metadata.shared > _MOST_SHARED:
+        return None
+    if getattr(metadata, "instrumentation_mode", ""):
+        return None
+    if getattr(metadata, "warp_size", 32) != 32:
+        return None
+    scratch_parameters = [(_CONSTANT, -1, 0)] * sum(hasattr(metadata, name) for name in scratch)
+    return (
+        compiled.function,
+        32 * metadata.num_warps,
+        metadata.shared,
+        metadata.num_ctas,
+        bool(getattr(metadata, "launch_cooperative_grid", False)),
+        bool(getattr(metadata, "launch_pdl", False)),
+        grid,
+        [*parameters, *scratch_parameters],
+        config,
+    )
