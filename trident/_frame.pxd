@@ -86,6 +86,7 @@ cdef extern from "runtime/program.h" namespace "trident":
         vector[int] mutated
         PyObject *epilogue
         vector[int] epilogue_inputs
+        vector[int] aligned
         int n_results
         PyObject *globals
         PyObject *globals_file

@@ -48,6 +48,7 @@ class NativeProgram:
         epilogue_inputs: list[int],
         n_results: int,
         keeps_gil: bool,
+        aligned: list[int],
     ) -> None: ...
     def finish(
         self,

@@ -161,12 +161,13 @@ cdef class NativeProgram:
             self.native.allocator = <PyObject *>allocator
 
     def set_inference(self, cbool without_autocast, list mutated, epilogue, list epilogue_inputs,
-                      int n_results, cbool keeps_gil) -> None:
+                      int n_results, cbool keeps_gil, list aligned) -> None:
         """The graph is one that AOTAutograd compiled for inference: it runs with gradients off,
         advances the versions of the inputs `mutated` first, and what it returns is what `epilogue`
         (unless None), called with these inputs and the outputs, makes of them: `n_results` objects.
-        `keeps_gil`: it takes too little time for another thread to use it. After `finish`."""
-        for position in (*mutated, *epilogue_inputs):
+        `keeps_gil`: it takes too little time for another thread to use it. `aligned`: inputs of which
+        stock makes aligned copies, which it is left to do. After `finish`."""
+        for position in (*mutated, *epilogue_inputs, *aligned):
             if not 0 <= position < self.native.n_inputs:
                 raise ValueError(f"input {position} of {self.native.n_inputs}")
         self._kept.append(epilogue)
@@ -174,6 +175,7 @@ cdef class NativeProgram:
         self.native.without_autocast = without_autocast
         self.native.keeps_gil = keeps_gil
         self.native.mutated = mutated
+        self.native.aligned = aligned
         if epilogue is not None:
             self.native.epilogue_inputs = epilogue_inputs
             self.native.epilogue = <PyObject *>epilogue

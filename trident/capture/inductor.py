@@ -23,7 +23,7 @@ import torch
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.schemas import OutputType
 
-from trident.capture import dynamo
+from trident.capture import dynamo, triton
 from trident.capture.graph import native_or
 from trident.capture.patching import Patches
 from trident.errors import UnsupportedGraph
@@ -70,7 +70,8 @@ class Kernel:
 @dataclasses.dataclass(slots=True, eq=False)
 class Wrapper:
     """Inductor's host code of one graph: the statements of ``call``, the names that they may use,
-    the file they are in, and what is `around`. `native`: see :class:`TracedGraph`."""
+    the file they are in, and what is `around`. `native`: see :class:`TracedGraph`. The inputs at
+    the positions `aligned` are copied first where they are not."""
 
     body: list[ast.stmt]
     parameter: str
@@ -81,6 +82,7 @@ class Wrapper:
     kernel_types: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     functions: dict[str, ast.FunctionDef] = dataclasses.field(default_factory=dict)
     codes: list[CodeType] = dataclasses.field(default_factory=list)
+    aligned: tuple[int, ...] = ()
 
     def subgraph(self, name: str) -> ast.FunctionDef | None:
         """The function of the module that the global `name` is, if it is one."""
@@ -138,6 +140,7 @@ def install() -> None:
         original = None if kind is None else vars(kind).get("post_compile")
         if isinstance(original, FunctionType):
             _patches.put(kind, "post_compile", _recording(original))
+    triton.record_launchers(_patches)
 
 
 def uninstall() -> None:
@@ -312,7 +315,7 @@ def _epilogue(
 
 
 def _wrapper(graph: Any, around: Around) -> Wrapper:
-    method = graph.current_callable
+    method, aligned = _without_copies(graph.current_callable)
     function = method.__func__ if isinstance(method, MethodType) else method
     if not isinstance(function, FunctionType) or function.__name__ != "call":
         name = getattr(function, "__qualname__", type(function).__name__)
@@ -342,7 +345,21 @@ def _wrapper(graph: Any, around: Around) -> Wrapper:
         kernel_types=_kernel_types(tree),
         functions={node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)},
         codes=codes,
+        aligned=aligned,
     )
+
+
+def _without_copies(function: Any) -> tuple[Any, tuple[int, ...]]:
+    """What ``align_inputs_from_check_idxs`` made `function` of, if it did, and the positions of the
+    inputs that it copies where they are not aligned."""
+    if getattr(function, "__qualname__", "") != "align_inputs_from_check_idxs.<locals>.run":
+        return function, ()
+    code = function.__code__
+    cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
+    known = {"inputs_to_check", "model", "mutated_input_idxs"}
+    if function.__module__ != "torch._inductor.utils" or set(cells) != known:
+        raise UnsupportedGraph("this torch aligns inputs in a way that Trident does not know")
+    return cells["model"].cell_contents, tuple(cells["inputs_to_check"].cell_contents)
 
 
 def _definition(tree: ast.Module, line: int) -> ast.FunctionDef | None:
@@ -380,12 +397,19 @@ def host_functions() -> dict[Any, str]:
     """The functions of torch that a wrapper calls, beside operators: what each is, by identity."""
     guards = torch._C._dynamo.guards
     names = {
-        "_empty_strided_cpu": "empty_strided_cpu",
+        "_empty_strided_cpu": "empty_strided",
+        "_empty_strided_cuda": "empty_strided",
+        "copy_if_misaligned": "align",
         "_reinterpret_tensor": "reinterpret",
         "assert_size_stride": "check_layout",
         "assert_alignment": "check_alignment",
     }
-    return {getattr(guards, n): kind for n, kind in names.items() if hasattr(guards, n)}
+    found = {getattr(guards, n): kind for n, kind in names.items() if hasattr(guards, n)}
+    if hasattr(torch._C, "_cuda_getCurrentRawStream"):
+        found[torch._C._cuda_getCurrentRawStream] = "stream"
+    found[torch.cuda._DeviceGuard] = "device_guard"
+    found[torch.cuda.set_device] = "set_device"
+    return found
 
 
 def operator_of(function: Any, has_out: bool) -> Any:

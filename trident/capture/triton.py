@@ -8,16 +8,22 @@ and every such launch goes through Triton.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import profiler as autograd_profiler
 
 from trident import _frame
+from trident.capture.patching import Patches
 from trident.errors import UnsupportedGraph
 
 # The positions of LaunchParameter's types in runtime/launch.h.
@@ -340,3 +346,236 @@ def variant(
         [*parameters, *scratch_parameters],
         config,
     )
+
+
+# Inductor's kernels
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class _Launcher:
+    """A launcher that Inductor wrote: its parameters `names`, assignments, the three sizes of the
+    grid, what it passes to the kernel (names, and texts of constants), and whose kernel it is."""
+
+    names: tuple[str, ...]
+    prefix: tuple[tuple[str, str], ...]
+    grid: tuple[str, str, str]
+    passed: tuple[str, ...]
+    scope: dict[str, Any]
+
+
+_launchers: weakref.WeakKeyDictionary[Any, _Launcher] = weakref.WeakKeyDictionary()
+
+
+def record_launchers(patches: Patches) -> None:
+    """Notes the launchers that Inductor makes of Triton's kernels, from now on."""
+    from torch._inductor.runtime import triton_heuristics as heuristics
+
+    kind = getattr(heuristics, "CompileResult", None)
+    original = None if kind is None else vars(kind).get("_gen_launcher_code")
+    if not isinstance(original, FunctionType):
+        return
+
+    @functools.wraps(original)
+    def record(self: Any, scope: Any, names: Any, passed: Any) -> Any:
+        made = original(self, scope, names, passed)
+        grid = heuristics.GridExpr.from_meta(self.inductor_meta, self.config)
+        prefix = [tuple(map(str.strip, line.split("=", 1))) for line in grid.prefix]
+        sizes = str(grid.x_grid), str(grid.y_grid), str(grid.z_grid)
+        if isinstance(made, FunctionType) and all(len(pair) == 2 for pair in prefix):
+            pairs: Any = tuple(prefix)
+            _launchers[made] = _Launcher(tuple(names), pairs, sizes, tuple(passed), scope)
+        return made
+
+    patches.put(kind, "_gen_launcher_code", record)
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Varying:
+    """An argument of a launch, by its number."""
+
+    number: int
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class InductorKernel:
+    """A kernel that Inductor's code runs: a ``CachingAutotuner`` that has chosen."""
+
+    name: str
+    kernel: Any
+    launcher: Any
+    made: _Launcher
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.made.names
+
+    @property
+    def prefix(self) -> tuple[tuple[str, str], ...]:
+        return self.made.prefix
+
+    @property
+    def grid(self) -> tuple[str, str, str]:
+        return self.made.grid
+
+
+def inductor_kernel(name: str, kernel: Any) -> InductorKernel | None:
+    """The kernel that the global `name` of Inductor's code is, or None for something else; raises
+    UnsupportedGraph for one that Trident does not know how to launch."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    if not isinstance(kernel, CachingAutotuner):
+        return None
+    if type(kernel) is not CachingAutotuner or "run" in vars(kernel):
+        raise UnsupportedGraph(f"{name} is a {type(kernel).__name__}")
+    options = ("triton_interpret", "dump_launch_params", "dump_launch_tensors")
+    if any(getattr(kernel, option, False) for option in options):
+        raise UnsupportedGraph(f"{name} is interpreted, or shows its launches")
+    if len(kernel.launchers) != 1:
+        raise UnsupportedGraph(f"{name} has not been launched yet")
+    (launcher,) = kernel.launchers
+    made = _launchers.get(launcher)
+    tunes = kernel.inductor_meta.get("coordinate_descent_tuning", False)
+    if tunes and not getattr(launcher.config, "found_by_coordesc", False):
+        raise UnsupportedGraph(f"{name} has not been tuned yet")
+    if made is None or launcher.store_cubin:
+        raise UnsupportedGraph(f"{name} has a launcher that is not known")
+    if _fast(kernel) is None:
+        raise UnsupportedGraph(f"{name} is not at its last launcher yet")
+    return InductorKernel(name, kernel, launcher, made)
+
+
+def _fast(kernel: Any) -> Any:
+    """What torch 2.13 calls instead, once it has launched; NotImplemented where there is none."""
+    return vars(kernel).get("_cached_launcher", NotImplemented)
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class InductorLaunch:
+    """A launch of `kernel` with these arguments, of which those that vary have `kinds`, on `grid`,
+    on the current stream of a CUDA `device`."""
+
+    kernel: InductorKernel
+    arguments: tuple[Any, ...]
+    kinds: tuple[str, ...]
+    grid: Grid
+    device: int
+
+    @property
+    def autotuner(self) -> None:
+        """It has chosen."""
+
+    @property
+    def keyed_by_value(self) -> tuple[bool, ...]:
+        return (False,) * len(self.kinds)
+
+    @property
+    def only(self) -> tuple[Any, ...]:
+        """Its variant; raises UnsupportedGraph if there is none."""
+        found = self._static() if "bin" not in self.kernel.made.scope else self._compiled()
+        if found is None:
+            raise UnsupportedGraph(f"{self.kernel.name} is launched in a way that is not known")
+        return found
+
+    def facts(self) -> Iterator[Fact]:
+        kernel = self.kernel.kernel
+        yield vars(autograd_profiler), "_is_profiler_enabled", False
+        yield vars(kernel), "launchers", kernel.launchers
+        yield vars(kernel), "_cached_launcher", _fast(kernel)
+        yield vars(kernel), "run", NotImplemented
+        if "bin" in self.kernel.made.scope:
+            yield from knob_facts()
+
+    def __call__(self, values: list[Any], rows: list[int]) -> None:
+        given = [values[a.number] if isinstance(a, Varying) else a for a in self.arguments]
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        self.kernel.kernel.run(*given, stream=stream)
+
+    def _parameters(self, passed: Sequence[str], kinds: Sequence[Any]) -> list[Any] | None:
+        if len(passed) != len(kinds):
+            return None
+        given = dict(zip(self.kernel.names, self.arguments, strict=True))
+        found: list[Any] = []
+        for name, kind in zip(passed, kinds, strict=True):
+            if kind == "constexpr":
+                continue
+            if name not in given:
+                return None
+            value = given[name]
+            if isinstance(value, Varying):
+                how = _varying(self.kinds[value.number], kind)
+                made = None if how is None else [(how, value.number, 0)]
+            else:
+                made = constant(value, kind)
+            if made is None:
+                return None
+            found += made
+        return found
+
+    def _grid(self) -> list[tuple[bool, int]]:
+        return [(True, n.number) if isinstance(n, Row) else (False, n) for n in self.grid]
+
+    def _static(self) -> tuple[Any, ...] | None:
+        """torch.inductor's own launcher: ``StaticallyLaunchedCudaKernel``."""
+        made = self.kernel.made
+        kernel = getattr(made.scope.get("runner"), "__self__", None)
+        known = type(kernel).__name__ == "StaticallyLaunchedCudaKernel"
+        if not known or made.passed[:4] != ("grid_0", "grid_1", "grid_2", "stream"):
+            return None
+        kinds = [_STATIC_TYPES.get(letter) for letter in kernel.arg_tys]
+        parameters = self._parameters(made.passed[4:], kinds)
+        if parameters is None or kernel.function is None or None in kinds:
+            return None
+        scratch = [kernel.has_global_scratch, kernel.has_profile_scratch]
+        parameters += [(_CONSTANT, -1, 0)] * sum(scratch)
+        threads = 32 * kernel.num_warps
+        shape = (kernel.function, threads, kernel.shared, 1, False, False)
+        return (*shape, self._grid(), parameters, None)
+
+    def _compiled(self) -> tuple[Any, ...] | None:
+        """Triton's own."""
+        made = self.kernel.made
+        compiled = made.scope["bin"]
+        signature = getattr(getattr(compiled, "src", None), "signature", None)
+        names = getattr(compiled.src.fn, "arg_names", None)
+        start = ("grid_0", "grid_1", "grid_2", "stream", "function", "metadata")
+        hooks = ("launch_enter_hook", "launch_exit_hook")
+        if not isinstance(signature, dict) or list(signature) != names:
+            return None
+        if made.passed[:6] != start or made.passed[7:9] != hooks:
+            return None
+        # The seventh is for the hooks, of which there are none: see `knob_facts`.
+        parameters = self._parameters(made.passed[9:], list(signature.values()))
+        return None if parameters is None else variant(compiled, parameters, self._grid(), None)
+
+
+# Triton's types for those of torch/csrc/inductor/static_launcher.
+_STATIC_TYPES = {
+    **{"O": "*", "b": "i8", "h": "i16", "i": "i32", "l": "i64", "B": "u8", "H": "u16"},
+    **{"I": "u32", "K": "u64", "f": "fp32", "d": "fp64"},
+}
+
+
+def set_by_stock(launches: Iterable[Launch]) -> tuple[int, Any, Any]:
+    """Where ``at::detail::empty_strided_cuda`` is (0: nowhere), and Triton's context variable for
+    its allocator with what stock's launches put into it, if they do."""
+    empty = 0
+    if torch.version.cuda is not None:
+        library = ctypes.CDLL("libtorch_cuda.so")
+        empty = ctypes.cast(getattr(library, _EMPTY_STRIDED_CUDA), ctypes.c_void_p).value or 0
+    ours = [launch for launch in launches if isinstance(launch, InductorLaunch)]
+    if not ours or _fast(ours[0].kernel.kernel) is not NotImplemented:
+        return empty, None, None
+    from triton.runtime import _allocation
+
+    return empty, _allocation._allocator, _allocate
+
+
+def _allocate(size: int, align: int, stream: int | None) -> torch.Tensor:
+    """As ``CachingAutotuner.run`` has it."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+_EMPTY_STRIDED_CUDA = (
+    "_ZN2at6detail18empty_strided_cudaEN3c108ArrayRefIlEES3_NS1_10ScalarTypeE"
+    "St8optionalINS1_6DeviceEE"
+)

@@ -45,8 +45,8 @@ class Call:
     """An operator call: per argument of the schema (kind, value) with kinds "constant", "default",
     "tensor" (a Slot), "number" (as a tensor: the number, and a dtype if not its own), "tensors" and
     "optional_tensors" (lists of Slots, or None), "computed" (a Slot of an integer, or a list of
-    these and ints); per return of the schema the number of tensors of a list, or None for one
-    tensor. `is_factory`: called below autograd, as torch's Python bindings call it. `by_overload`:
+    these and ints); per return of the schema the number of tensors of a list, None for one tensor,
+    or NO_TENSOR. `is_factory`: called below autograd, as torch's Python bindings call it. `by_overload`:
     stock calls it through torch.ops, from which warnings do not go to Python."""
 
     operator: Any
@@ -92,7 +92,8 @@ def _shown(value: Any) -> str:
 class Inference:
     """What a program for a graph of AOTAutograd's does beside its steps: see ``Around`` in
     capture/inductor.py; here inputs are the program's, in their order. `names` are the globals of
-    Inductor's code, in `file`: for warnings."""
+    Inductor's code, in `file`: for warnings. Stock copies those of the inputs `aligned` that are
+    not."""
 
     without_autocast: bool
     mutated: list[int]
@@ -101,6 +102,7 @@ class Inference:
     n_results: int
     names: dict[str, Any]
     file: str
+    aligned: list[int]
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -154,20 +156,28 @@ def emit_call(
 ) -> list[Any]:
     """Append `call`; per return of its schema a tensor, or the list of those that it returns."""
     line = call.line
+    counts = [0 if count == NO_TENSOR else 1 if count is None else count for count in call.returns]
     results = emitter.step(
         "operator",
         operands,
         integers=integers,
-        results=sum(1 if count is None else count for count in call.returns),
+        results=sum(counts),
         operator=str(call.operator),
         object=emitter.program.objects.add(call, call.text()),
         label=emitter.label(f"{line.file}:{line.line} in {line.function}"),
     )
     made = iter(results)
     return [
-        next(made) if count is None else [next(made) for _ in range(count)]
+        None
+        if count == NO_TENSOR
+        else next(made)
+        if count is None
+        else [next(made) for _ in range(count)]
         for count in call.returns
     ]
+
+
+NO_TENSOR = -1  # what an operator returns there is dropped
 
 
 def emit_launch(

@@ -17,10 +17,20 @@ from typing import Any
 import torch
 from torch_mlir import ir
 
+from trident.capture import triton
 from trident.capture.graph import Line
 from trident.capture.inductor import Kernel, Wrapper, host_functions, operator_of
 from trident.codegen.dialect import Emitter
-from trident.codegen.import_graph import Call, Inference, Signature, Slot, emit_call
+from trident.codegen.import_graph import (
+    NO_TENSOR,
+    Call,
+    Inference,
+    LaunchCall,
+    Signature,
+    Slot,
+    emit_call,
+    emit_launch,
+)
 from trident.errors import UnsupportedGraph
 from trident.texts import safe_text
 
@@ -28,10 +38,11 @@ from trident.texts import safe_text
 @dataclasses.dataclass(slots=True, frozen=True)
 class Layout:
     """Sizes, then as many strides, then perhaps an offset: ints, or Slots of integers. `dtype`: of
-    a tensor that is allocated."""
+    a tensor that is allocated, on the current CUDA device if `on_cuda`."""
 
     numbers: tuple[int | Slot, ...]
     dtype: torch.dtype | None = None
+    on_cuda: bool = False
 
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
@@ -64,6 +75,7 @@ def import_wrapper(wrapper: Wrapper, emitter: Emitter) -> Signature:
     importer.run()
     around = wrapper.around
     places = {position: place for place, position in enumerate(importer.inputs)}
+    aligned = {places.get(position) for position in (*wrapper.aligned, *importer.aligned)}
     missing = [p for p in (*around.mutated, *around.epilogue_inputs) if p not in places]
     if missing:
         raise UnsupportedGraph(
@@ -85,6 +97,7 @@ def import_wrapper(wrapper: Wrapper, emitter: Emitter) -> Signature:
         around.n_results,
         wrapper.names,
         wrapper.file,
+        sorted(place for place in aligned if place is not None),
     )
     return Signature(tuple(importer.inputs), outputs, inference)
 
@@ -108,6 +121,13 @@ class _Dimensions:
     tensor: ir.Value
 
 
+@dataclasses.dataclass(slots=True, frozen=True)
+class _Stream:
+    """The current stream of a CUDA device."""
+
+    device: int
+
+
 class _Several:
     """What an operator returned: a tuple, or a list, of tensors."""
 
@@ -121,6 +141,8 @@ class _Importer:
         self.emitter = emitter
         self.inputs: list[int] = []
         self.outputs: list[int] = []
+        self.aligned: list[int] = []  # inputs that it copies where they are not
+        self._devices: list[int] = []  # of the regions that it is in
         self._known = host_functions()
         # What each local name is: a tensor, an integer (both values of the program), _Several.
         self._locals: dict[str, Any] = {}
@@ -214,10 +236,28 @@ class _Importer:
                 orelse=orelse,
             ) if orelse:
                 self._branch(statement, self._tensor(condition), [body, orelse])
+            case ast.With(
+                items=[ast.withitem(context_expr=ast.Call() as call, optional_vars=None)], body=body
+            ):
+                self._region(call, body)
             case ast.Pass():
                 pass
             case _:
                 raise UnsupportedGraph("a statement that is not known")
+
+    def _region(self, call: ast.Call, body: list[ast.stmt]) -> None:
+        """Statements with a CUDA device as the current one."""
+        function = self._function(call.func)
+        index = self._expression(call.args[0]) if len(call.args) == 1 else None
+        if self._known.get(function) != "device_guard" or type(index) is not int or index < 0:
+            raise UnsupportedGraph("a region that is not known")
+        self.emitter.step("device_enter", index=index)
+        self._devices.append(index)
+        for statement in body:
+            self._statement(statement)
+        if not self._returned:
+            self.emitter.step("device_exit")
+        self._devices.pop()
 
     def _require(self, condition: ast.expr) -> None:
         """Stock runs the graph, and raises, where this does not hold of the inputs' sizes."""
@@ -329,6 +369,8 @@ class _Importer:
     def _return(self, elements: list[ast.expr]) -> None:
         values = [self._expression(element) for element in elements]
         kinds = [_output_kind(value) for value in values]
+        for _ in self._devices:
+            self.emitter.step("device_exit")
         # The program's outputs are tensors, then integers, then Nones.
         order = sorted(range(len(values)), key=kinds.__getitem__)
         self.emitter.step(
@@ -464,6 +506,12 @@ class _Importer:
         match node.func:
             case ast.Attribute(value=ast.Name(id=owner), attr="copy_") if owner in self._locals:
                 return self._operator(torch.ops.aten.copy_.default, node, node.func.value)
+            case ast.Attribute(value=ast.Name(id=owner), attr="zero_") if owner in self._locals:
+                return self._operator(torch.ops.aten.zero_.default, node, node.func.value)
+            case ast.Attribute(value=ast.Name(id=owner), attr="run") if owner not in self._locals:
+                launched = triton.inductor_kernel(owner, self._global(owner))
+                if launched is not None:
+                    return self._launch(launched, node)
             case ast.Attribute(value=ast.Name(id=owner), attr="size" | "stride" as step) if (
                 owner in self._locals and not node.args and not node.keywords
             ):
@@ -552,16 +600,88 @@ class _Importer:
             raise UnsupportedGraph("a layout with more sizes or strides than the other")
         return Layout(tuple(numbers), dtype), integers
 
-    def empty_strided_cpu(self, node: ast.Call, function: Any) -> ir.Value:
+    def empty_strided(self, node: ast.Call, function: Any) -> ir.Value:
         if len(node.args) != 3 or node.keywords:
             raise UnsupportedGraph("an allocation with other arguments")
         dtype = self._expression(node.args[2])
         if not isinstance(dtype, torch.dtype):
             raise UnsupportedGraph("an allocation without a dtype")
         layout, integers = self._layout(node.args[:2], dtype)
+        on_cuda = function.__name__ == "_empty_strided_cuda"
+        layout = dataclasses.replace(layout, on_cuda=on_cuda)
         index = self.emitter.program.objects.add(layout, f"{dtype}")
         (made,) = self.emitter.step("empty_strided", [], integers=integers, results=1, object=index)
         return made
+
+    def align(self, node: ast.Call, function: Any) -> ir.Value:
+        """An input, or a copy that is aligned: this is left to stock."""
+        tensor = self._tensor(node.args[0])
+        if len(node.args) != 1 or node.keywords or _step_of(tensor) != "scm.input":
+            raise UnsupportedGraph("it aligns something else than an input")
+        self.aligned.append(self.inputs[tensor.owner.attributes["index"].value])
+        return tensor
+
+    def stream(self, node: ast.Call, function: Any) -> _Stream:
+        index = self._expression(node.args[0]) if len(node.args) == 1 else None
+        if type(index) is not int or not self._devices or index != self._devices[-1]:
+            raise UnsupportedGraph("the stream of another device")
+        return _Stream(index)
+
+    def set_device(self, node: ast.Call, function: Any) -> None:
+        index = self._expression(node.args[0]) if len(node.args) == 1 else None
+        if not self._devices or index != self._devices[-1]:
+            raise UnsupportedGraph("it changes the device")
+
+    def device_guard(self, node: ast.Call, function: Any) -> None:
+        raise UnsupportedGraph("a region that is not known")
+
+    def _launch(self, kernel: triton.InductorKernel, node: ast.Call) -> None:
+        """``kernel.run(…, stream=stream0)``."""
+        self._has_run = True
+        given = [self._expression(argument) for argument in node.args]
+        keywords = {k.arg: self._expression(k.value) for k in node.keywords}
+        stream = keywords.pop("stream", None)
+        if keywords or not isinstance(stream, _Stream) or stream.device != self._devices[-1]:
+            raise UnsupportedGraph("a launch with other arguments")
+        if len(given) != len(kernel.names):
+            raise UnsupportedGraph(f"{kernel.name} takes {len(kernel.names)} arguments")
+        operands: list[ir.Value] = []
+        integers: list[ir.Value] = []
+        slots: list[Slot] = []
+        fixed: list[Any] = []
+
+        def number(value: Any) -> int | Slot:
+            if type(value) is int:
+                return value
+            integers.append(self._integer(value))
+            return Slot(len(integers) - 1, is_integer=True)
+
+        for value in given:
+            if not _is_value(value):
+                fixed.append(value)
+                continue
+            fixed.append(triton.Varying(len(slots)))
+            if _is_integer(value):
+                number(value)
+                slots.append(Slot(len(integers) - 1, is_integer=True))
+            else:
+                operands.append(value)
+                slots.append(Slot(len(operands) - 1))
+        outside = self._locals
+        self._locals = dict(zip(kernel.names, given, strict=True))
+        try:
+            for name, text in kernel.prefix:
+                self._locals[name] = self._expression(ast.parse(text, mode="eval").body)
+            sizes = [self._expression(ast.parse(t, mode="eval").body) for t in kernel.grid]
+        finally:
+            self._locals = outside
+        grid = tuple(map(number, sizes))
+
+        def bind(kinds: tuple[str, ...], grids: tuple[triton.Grid, ...]) -> triton.Launch:
+            return triton.InductorLaunch(kernel, tuple(fixed), kinds, grids[0], stream.device)
+
+        call = LaunchCall(tuple(slots), (grid,), bind, self._line(node))
+        emit_launch(self.emitter, call, kernel.kernel, operands, integers)
 
     def reinterpret(self, node: ast.Call, function: Any) -> ir.Value:
         if len(node.args) != 4 or node.keywords:
@@ -632,10 +752,11 @@ class _Importer:
         ]
         if given:
             raise UnsupportedGraph(f"{operator} has no argument {next(iter(given))}")
+        returns: list[int | None] = []
         for result in schema.returns:
-            if str(result.type) != "Tensor":
+            if str(result.type) not in ("Tensor", "int"):
                 raise UnsupportedGraph(f"{operator} returns {result.type}")
-        returns: list[int | None] = [None] * len(schema.returns)
+            returns.append(None if str(result.type) == "Tensor" else NO_TENSOR)
         line = self._line(node)
         call = Call(operator, arguments, returns, line, is_factory=False, by_overload=by_overload)
         items = emit_call(self.emitter, call, operands, integers)
@@ -707,7 +828,11 @@ _BINARY: dict[type[ast.operator], str] = {
     ast.Mod: "modulo",
 }
 _CALLS: dict[str, Callable[[_Importer, ast.Call, Any], Any]] = {
-    "empty_strided_cpu": _Importer.empty_strided_cpu,
+    "empty_strided": _Importer.empty_strided,
+    "align": _Importer.align,
+    "stream": _Importer.stream,
+    "set_device": _Importer.set_device,
+    "device_guard": _Importer.device_guard,
     "reinterpret": _Importer.reinterpret,
     "check_layout": _Importer.check_layout,
     "check_alignment": _Importer.check_alignment,

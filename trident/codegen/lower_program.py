@@ -22,7 +22,7 @@ from trident.capture.graph import Line
 from trident.capture.inductor import Kernel
 from trident.codegen.abi import Constants, DirectCall, Integer, Word, address, direct_call
 from trident.codegen.dialect import INTEGER_STEPS, Program, session
-from trident.codegen.import_graph import Call, Inference, LaunchCall, Slot
+from trident.codegen.import_graph import NO_TENSOR, Call, Inference, LaunchCall, Slot
 from trident.codegen.import_wrapper import Check, KernelCall, Layout
 from trident.codegen.registry import register
 from trident.errors import UnsupportedGraph
@@ -385,14 +385,17 @@ def make_native(
             inference.epilogue_inputs,
             inference.n_results,
             _is_small(table),
+            inference.aligned,
         )
     return native
 
 
 def _add_launches(native: Any, table: ProgramTable) -> None:
-    if not table.launches:
+    names = {name for name, _ in all_steps(table.steps)}
+    if not names & {"trident_program_launch", "trident_program_empty_cuda"}:
         return
-    triton.use_driver()
+    if table.launches:
+        triton.use_driver()
     facts: dict[Any, triton.Fact] = {}
     for arguments, launch in table.launches:
         native.add_launch(arguments, launch, launch.autotuner, launch.only)
@@ -400,6 +403,7 @@ def _add_launches(native: Any, table: ProgramTable) -> None:
             facts.setdefault((id(fact[0]), fact[1]), fact)
     for fact in facts.values():
         native.add_fact(*fact)
+    native.set_launches(*triton.set_by_stock(launch for _, launch in table.launches))
 
 
 # What kernels do to so many elements takes less time than a switch of threads, and stock's wrappers
@@ -411,7 +415,12 @@ def _is_small(table: ProgramTable) -> bool:
     """Does the program only call kernels, and are all tensors small whose sizes it has? (Those of
     inputs are among them unless the user's options take Inductor's checks away.)"""
     steps = [name for name, _ in all_steps(table.steps)]
-    if table.calls or table.launches or "direct" in steps or any(computed for _, computed, _ in table.layouts):
+    if (
+        table.calls
+        or table.launches
+        or "direct" in steps
+        or any(computed for _, computed, _ in table.layouts)
+    ):
         return False
     sizes = [numbers[: len(numbers) // 2] for numbers, _, _ in table.layouts]
     return steps.count("kernel") * sum(map(math.prod, sizes)) < _SMALL
@@ -565,11 +574,16 @@ def lower_call(context: _Context, op: ir.Operation) -> None:
     unused = [slot for slot, is_used in zip(made, uses, strict=False) if not is_used]
     results: list[Any] = []
     for count in () if ignored else call.returns:
-        results.append(made.pop(0) if count is None else [made.pop(0) for _ in range(count)])
+        if count == NO_TENSOR:
+            results.append(None)
+        else:
+            results.append(made.pop(0) if count is None else [made.pop(0) for _ in range(count)])
     step = context.new_step(call.line, "ops" if call.by_overload else "bindings")
     if call.is_factory:
         context.steps.append(("trident_program_below_autograd", (1,)))
-    direct = direct_call(call.operator, arguments, results, context.memory)
+    direct = None
+    if NO_TENSOR not in call.returns:
+        direct = direct_call(call.operator, arguments, results, context.memory)
     if direct is not None:
         context.steps.append(("direct", (direct, step)))
     else:
@@ -600,8 +614,20 @@ def _object(context: _Context, op: ir.Operation) -> Any:
 
 @program_rule("empty_strided")
 def lower_empty_strided(context: _Context, op: ir.Operation) -> None:
-    layout = context.new_layout(_object(context, op), op)
-    context.steps.append(("trident_program_empty", (context.new_slot(op.results[0]), layout)))
+    layout = _object(context, op)
+    name = "trident_program_empty_cuda" if layout.on_cuda else "trident_program_empty"
+    values = context.new_slot(op.results[0]), context.new_layout(layout, op)
+    context.steps.append((name, values))
+
+
+@program_rule("device_enter")
+def lower_device_enter(context: _Context, op: ir.Operation) -> None:
+    context.steps.append(("trident_program_device_enter", (op.attributes["index"].value,)))
+
+
+@program_rule("device_exit")
+def lower_device_exit(context: _Context, op: ir.Operation) -> None:
+    context.steps.append(("trident_program_device_exit", ()))
 
 
 @program_rule("reinterpret")

@@ -858,6 +858,8 @@ bool program_is_observed() { return at::hasCallbacks(); }
 
 namespace {
 
+constexpr uintptr_t kAlignment = 16; /* of torch._inductor.utils */
+
 int32_t run(HostProgram *program, PyObject *const *inputs, PyObject **outputs) {
   for (int i = 0; i < program->n_inputs; i++)
     if (!plain_tensor(inputs[i]) && !is_float_for(program, inputs[i])) return 2;
@@ -866,6 +868,10 @@ int32_t run(HostProgram *program, PyObject *const *inputs, PyObject **outputs) {
   auto *integers = static_cast<int64_t *>(alloca(sizeof(int64_t) * (program->integers.size() + 1)));
   if (!compute_integers(program, inputs, integers)) return 2;
   if (!program->facts.empty() && !facts_hold(program)) return 2;
+  for (int i : program->aligned) {
+    const at::Tensor &tensor = THPVariable_Unpack(inputs[i]);
+    if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignment != 0) return 2;
+  }
   if (program->cudnn >= 0 && at::globalContext().userEnabledCuDNN() != (program->cudnn != 0)) return 2;
   constexpr int kOnStack = 512;
   std::vector<at::Tensor> many;
@@ -1064,13 +1070,13 @@ void trident_program_reinterpret(ProgramState *state, int32_t slot, int32_t from
 
 void trident_program_empty_cuda(ProgramState *state, int32_t slot, int32_t index) {
   /* libtorch_cuda is there where this is called, but not where this is linked. */
-  using Function = at::Tensor (*)(at::IntArrayRef, at::IntArrayRef, at::ScalarType);
+  using Function = at::TensorBase (*)(at::IntArrayRef, at::IntArrayRef, at::ScalarType, std::optional<at::Device>);
   const ProgramLayout &layout = state->program->layouts[index];
   LayoutNumbers space;
   const int64_t *numbers = layout_numbers(state, layout, &space);
   const size_t dim = layout.dim;
   const auto empty = reinterpret_cast<Function>(state->program->empty_cuda);
-  state->slots[slot] = empty({numbers, dim}, {numbers + dim, dim}, layout.dtype);
+  state->slots[slot] = at::Tensor(empty({numbers, dim}, {numbers + dim, dim}, layout.dtype, c10::DeviceType::CUDA));
 }
 
 void trident_program_launch(ProgramState *state, int32_t index, int32_t step) {

@@ -132,6 +132,7 @@ struct HostProgram {
   std::vector<int> mutated; /* inputs whose version it advances first */
   PyObject *epilogue = nullptr; /* called with the list of these inputs and of outputs; its result is; borrowed */
   std::vector<int> epilogue_inputs;
+  std::vector<int> aligned; /* inputs of which stock's graph takes a copy where they are not aligned */
   int n_results = 0; /* after the epilogue */
   std::vector<std::vector<int>> lists; /* of optional tensors: slots, -1: None */
   std::vector<ProgramCall> calls;
