@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include "cpython_frame.h"
 #include "timing.h"
 
 #include "dynamo_api.h"
@@ -402,9 +403,12 @@ bool facts_hold(HostProgram *program) {
       fact.size = size;
       continue;
     }
+    const uint64_t version = dict_versions_reliable ? dict_version(fact.container) : 0;
+    if (dict_versions_reliable && version == fact.version) continue;
     PyObject *found = PyDict_GetItemWithError(fact.container, fact.key);
     if (found == nullptr) PyErr_Clear();
     if (!is_same(found, fact.value)) return false;
+    fact.version = version;
   }
   return true;
 }
@@ -775,7 +779,7 @@ bool program_add_check(HostProgram *program, int layout, int64_t alignment, PyOb
 }
 
 void program_add_fact(HostProgram *program, PyObject *container, PyObject *key, PyObject *value) {
-  program->facts.push_back({container, key, value, 0});
+  program->facts.push_back({container, key, value, 0, 0});
 }
 
 bool program_add_launch(HostProgram *program, PyObject *arguments, PyObject *python, PyObject *autotuner,

@@ -109,6 +109,7 @@ struct ProgramCheck {
 struct ProgramFact {
   PyObject *container, *key, *value;
   Py_ssize_t size;
+  uint64_t version; /* of the dict, when it had the value */
 };
 
 /* What a program returns: the tensor of a slot, the integer of a row, or None. */
