@@ -13,7 +13,7 @@ import dataclasses
 import dis
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, ModuleType
 from typing import Any, Protocol
 
@@ -164,9 +164,7 @@ def analyze(code: CodeType, framelocals: tuple[str, ...], known: Globals | None 
     if code.co_exceptiontable:
         raise UnsupportedPlan(f"{_place(code)}: it handles exceptions")
     frame = _Frame(code, framelocals, known)
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in _IGNORED:
-            continue
+    for instruction in _straightened(frame):
         rule = _RULES.get(instruction.opname)
         if rule is None:
             raise frame.unsupported(instruction)
@@ -178,6 +176,52 @@ def analyze(code: CodeType, framelocals: tuple[str, ...], known: Globals | None 
                 result, loaded, tuple(frame.steps), code.co_name, frame.may_call, frame.n_outputs
             )
     raise UnsupportedPlan(f"{_place(code)}: it does not return")
+
+
+def _straightened(frame: _Frame) -> Iterator[dis.Instruction]:
+    """The instructions in the order in which they run: a loop over the items of a dict that the
+    code just made, as Dynamo writes for a dict of a class of the user's, is unrolled."""
+    found = [i for i in dis.get_instructions(frame.code) if i.opname not in _IGNORED]
+    places = {instruction.offset: place for place, instruction in enumerate(found)}
+    place = 0
+    while place < len(found):
+        instruction = found[place]
+        place += 1
+        if instruction.opname != "GET_ITER":
+            yield instruction
+            continue
+        items = _items_of(frame.pop(instruction))
+        loop = found[place]
+        end = places.get(loop.argval) if loop.opname == "FOR_ITER" else None
+        back = None if end is None else found[end - 1]
+        if items is None or back is None or end is None or back.opname != "JUMP_BACKWARD":
+            raise frame.unsupported(instruction)
+        body = found[place + 1 : end - 1]
+        if back.argval != loop.offset or any(i.opcode in dis.hasjrel for i in body):
+            raise frame.unsupported(instruction)
+        for pair in items:
+            frame.stack.append(pair)
+            yield from body
+        place = end + (found[end].opname == "END_FOR") * (2 if sys.version_info >= (3, 13) else 1)
+
+
+def _items_of(expression: Expression) -> list[Container] | None:
+    """The pairs of a new dict, if `expression` is the call of its method ``items``."""
+    if not isinstance(expression, Step) or expression.kind != "call":
+        return None
+    (method, *rest) = expression.values
+    if rest or not isinstance(method, Step) or (method.kind, method.constant) != (
+        "get_attr",
+        "items",
+    ):
+        return None
+    (owner,) = method.values
+    if not isinstance(owner, Container) or owner.kind != "dict":
+        return None
+    keys, values = owner.items[::2], owner.items[1::2]
+    if len({key.value for key in keys if isinstance(key, Constant)}) != len(keys):
+        return None
+    return [Container("tuple", list(pair)) for pair in zip(keys, values, strict=True)]
 
 
 class _Frame:
