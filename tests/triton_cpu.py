@@ -7,6 +7,7 @@ grid and the arguments as the driver would get them: packed, without what was sp
 import ctypes
 import struct
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -15,25 +16,60 @@ import torch.utils._triton
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from trident.capture import triton as capture
 
 _DTYPES = {
-    **{"fp32": torch.float32, "fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16},
-    **{"i1": torch.bool, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32},
-    **{"i64": torch.int64, "u8": torch.uint8},
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i1": torch.bool,
+    "i8": torch.int8,
+    "i16": torch.int16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "u8": torch.uint8,
 }
 _FORMATS = {
-    **{"i1": "<?", "u1": "<?", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u8": "<B"},
-    **{"u16": "<H", "u32": "<I", "u64": "<Q", "fp32": "<f", "fp64": "<d"},
+    "i1": "<?",
+    "u1": "<?",
+    "i8": "<b",
+    "i16": "<h",
+    "i32": "<i",
+    "i64": "<q",
+    "u8": "<B",
+    "u16": "<H",
+    "u32": "<I",
+    "u64": "<Q",
+    "fp16": "<e",
+    "fp32": "<f",
+    "fp64": "<d",
 }
 # What ran: (name of the kernel, grid, its arguments, "native" or "python"), since it was cleared.
 launches = []
 # What the driver is to answer next: CUresult.
 errors = []
 _functions = []
+_lock = threading.RLock()  # the interpreter patches triton.language
+
+
+def _pack(kind, value):
+    """As Triton's C launcher converts it: narrow integers lose bits, floats may become infinite."""
+    form = _FORMATS[kind]
+    if kind in ("fp32", "f32", "fp64"):
+        return struct.pack("<d", value) if kind == "fp64" else bytes(ctypes.c_float(value))
+    if kind == "fp16":
+        return np.float16(value).tobytes()
+    if kind in ("u8", "u16", "u32", "u64") and value < 0:
+        raise OverflowError("can't convert negative int to unsigned")
+    if not -(2**63) <= value < 2 ** (64 if kind == "u64" else 63):
+        raise OverflowError("Python int too large to convert to C long")
+    return int(value).to_bytes(16, "little", signed=True)[: struct.calcsize(form)]
 
 
 class _Pointer:
@@ -61,6 +97,11 @@ def _flat(kinds, values=None):
             yield path, kind
 
 
+def _interpreted(function, *arguments, **keywords):
+    """The call of a function in a kernel."""
+    return InterpretedFunction(function.fn)(*arguments, **keywords)
+
+
 class _Function:
     """What the driver's handle of a kernel stands for."""
 
@@ -86,8 +127,10 @@ class _Function:
                 (values[path],) = struct.unpack(form, next(words)[: struct.calcsize(form)])
         arguments = [self._argument(values, (i,)) for i in range(len(self.names))]
         launches.append((self.name, grid, dict(zip(self.names, arguments, strict=True)), how))
-        fn = self.function.rewrite()
-        _OnPointers(fn, self.names, grid)(*arguments)
+        with _lock, pytest.MonkeyPatch.context() as patched:
+            patched.setattr(JITFunction, "__call__", _interpreted)
+            fn = self.function.rewrite()
+            _OnPointers(fn, self.names, grid)(*arguments)
 
     def _argument(self, values, path):
         if path in values:
@@ -102,6 +145,7 @@ class _Launcher:
         self.function = _functions[-1]
         self.number = len(_functions)
 
+    @torch._dynamo.disable  # as what it stands for, it is no Python code
     def __call__(self, x, y, z, stream, function, packed, launch, enter, leave, *arguments):
         if enter is not None:
             enter(launch)
@@ -115,7 +159,7 @@ class _Launcher:
                 address = value.data_ptr() if hasattr(value, "data_ptr") else value or 0
                 words.append(struct.pack("<Q", address))
             else:
-                words.append(struct.pack(_FORMATS[kind], value))
+                words.append(_pack(kind, value))
         if x * y * z > 0:
             self.function.run((x, y, z), words, "python")
         if leave is not None:
@@ -160,17 +204,32 @@ def _launch(config, number, parameters, extra):
     c = config.contents
     ids = [ctypes.c_int.from_address(c.attributes + 72 * i).value for i in range(c.n_attributes)]
     configs.append((tuple(c.block), c.shared, ids))
+    grid = list(c.grid)
+    if 4 in ids:  # the dimensions of clusters: the driver counts blocks, Triton's grid clusters
+        grid[0] //= ctypes.c_uint.from_address(c.attributes + 72 * ids.index(4) + 8).value
     try:
-        function.run(tuple(c.grid), packed, "native")
+        function.run(tuple(grid), packed, "native")
     except Exception:
         sys.excepthook(*sys.exc_info())
         return 700
     return 0
 
 
+class _Module:
+    """What a kernel keeps loaded. It may outlive the fixture; no other driver is to unload it."""
+
+
+def _unload(kernel, unload=CompiledKernel.__del__):
+    if type(kernel.module) is not _Module:
+        unload(kernel)
+
+
+CompiledKernel.__del__ = _unload
+
+
 class _Utils:
     def load_binary(self, name, kernel, shared, device):
-        return 1, len(_functions), 0, 0, 1024
+        return _Module(), len(_functions), 0, 0, 1024
 
     def unload_module(self, module):
         pass
@@ -227,23 +286,19 @@ capture.add_launcher(_Launcher, ctypes.cast(_launch, ctypes.c_void_p).value)
 @pytest.fixture
 def triton_cpu(monkeypatch):
     """Triton's kernels run on CPU tensors; gives this module."""
-    if not sys.modules.get("triton.runtime.driver"):
-        raise AssertionError("Triton is not there")
-    before = driver._active if hasattr(driver, "_active") else None
-    driver.set_active(CpuDriver())
+    # Not by reset_active(): without a GPU there is no driver to go back to, and that raises.
+    monkeypatch.setattr(driver, "_active", CpuDriver())
+    # Dynamo imports it where it is used.
     monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: True)
-    for name in ("torch._dynamo.variables.builder", "torch._dynamo.variables.functions"):
-        module = sys.modules.get(name)
-        if module is not None and hasattr(module, "has_triton"):
-            monkeypatch.setattr(module, "has_triton", lambda: True)
     launches.clear()
     configs.clear()
     errors.clear()
     yield sys.modules[__name__]
-    if before is not None:
-        driver.set_active(before)
-    else:
-        driver.reset_active()
+    # Dynamo's table of kernels, too: what it has compiled does not run on another driver.
+    torch._dynamo.reset()
+    launches.clear()
+    configs.clear()
+    errors.clear()
 
 
 __all__ = ["CpuDriver", "configs", "errors", "launches", "triton", "triton_cpu"]
