@@ -499,7 +499,6 @@ def test_empty_grids() -> None:
         compare(compiled, f, (x, 3), learned=0)
 
 
-@pytest.mark.xfail(reason="the variant is added again, and others are dropped", strict=True)
 def test_empty_grids_keep_other_variants() -> None:
     """The same variant is not added again by each launch that goes through Triton."""
 
@@ -516,7 +515,6 @@ def test_empty_grids_keep_other_variants() -> None:
         compare(compiled, f, (x, 16), learned=0)
 
 
-@pytest.mark.xfail(reason="UserLaunch._kept grows with each launch through Triton", strict=True)
 def test_empty_grids_leave_no_memory() -> None:
     def f(x: Any, n: int) -> Any:
         out = torch.zeros_like(x)
@@ -691,7 +689,7 @@ def annotated(name: str) -> Any:
     "name",
     [
         "uint32",
-        pytest.param("uint64", marks=pytest.mark.xfail(reason="packed as it is", strict=True)),
+        "uint64",
     ],
 )
 def test_a_negative_number_as_unsigned(name: str) -> None:
@@ -848,7 +846,6 @@ def test_a_new_key_is_tuned() -> None:
     assert [*map(str, kernels[0].cache)] == [*map(str, kernels[1].cache)]
 
 
-@pytest.mark.xfail(reason="no fact about the cache's values", strict=True)
 def test_a_choice_in_the_cache_that_changes() -> None:
     kernel = tuned_kernel()
     f = user_of(kernel)
@@ -877,7 +874,6 @@ def test_a_cache_that_is_cleared() -> None:
         assert len(_run(compiled, (ones(100),))[2]) == 4
 
 
-@pytest.mark.xfail(reason="no fact about what configurations hold", strict=True)
 @pytest.mark.parametrize("change", ["kwargs", "num_warps", "configs"])
 def test_configurations_that_change(change: str) -> None:
     """There is one: stock reads it at each launch."""
@@ -947,7 +943,6 @@ def test_hooks_of_configurations() -> None:
     assert len(set(seen)) == 1
 
 
-@pytest.mark.xfail(reason="no fact about what configurations hold", strict=True)
 def test_a_hook_of_a_configuration_that_is_added() -> None:
     """After it was compiled, stock's launches call it."""
     kernel = tuned_kernel([triton.Config({"BLOCK": 64})])
@@ -962,7 +957,6 @@ def test_a_hook_of_a_configuration_that_is_added() -> None:
     assert len(seen) == 3
 
 
-@pytest.mark.xfail(reason="a key that is a tensor is no part of the variants' keys", strict=True)
 def test_keyed_by_a_tensor() -> None:
     """Triton tunes for each tensor object, which hardly anybody wants; but stock does it, too."""
     found = []
@@ -1289,7 +1283,6 @@ def fresh_add() -> tuple[Any, Any]:
     return kernel, f
 
 
-@pytest.mark.xfail(reason="a program built while there are hooks stays as it is", strict=True)
 @pytest.mark.parametrize("kind", ["launch", "kernel"])
 def test_hooks_that_are_removed(kind: str) -> None:
     """What was compiled while they were there becomes native."""
@@ -1347,7 +1340,6 @@ def test_a_kernel_whose_run_is_replaced() -> None:
     assert len(seen) == 3
 
 
-@pytest.mark.xfail(reason="there is no fact about the class", strict=True)
 def test_a_class_whose_run_is_replaced(monkeypatch: Any) -> None:
     """As a profiler may do it, for all kernels."""
     kernel, f = fresh_add()
@@ -1413,7 +1405,6 @@ def global_kernel(x, out, n, BLOCK: tl.constexpr):
     tl.store(out + at, tl.load(x + at, mask=at < n) + GLOBAL, mask=at < n)
 
 
-@pytest.mark.xfail(reason="the fact is about Triton's copy, which is never the global", strict=True)
 def test_a_global_that_changes(monkeypatch: Any) -> None:
     """Triton raises; what was compiled before is used again once it is as before."""
 
@@ -1652,7 +1643,6 @@ def test_no_memory_is_left(monkeypatch: Any) -> None:
     assert n_native == [6]
 
 
-@pytest.mark.xfail(reason="UserLaunch._kept grows with each launch through Triton", strict=True)
 def test_no_memory_is_left_by_launches_through_triton(monkeypatch: Any) -> None:
     """Which there are forever where Trident knows no variant."""
     monkeypatch.setattr(tc._Function, "run", lambda *_: None)
@@ -1668,7 +1658,6 @@ def test_no_memory_is_left_by_launches_through_triton(monkeypatch: Any) -> None:
         assert grows(lambda: compiled(x, 3), 1000) is None
 
 
-@pytest.mark.xfail(reason="UserLaunch._kept grows with each launch through Triton", strict=True)
 def test_no_memory_is_left_by_errors_of_the_driver(monkeypatch: Any) -> None:
     monkeypatch.setattr(tc._Function, "run", lambda *_: None)
     compiled = torch.compile(add, backend="trident")

@@ -71,6 +71,7 @@ cdef extern from "runtime/program.h" namespace "trident":
     cdef cppclass HostProgram:
         HostProgram()
         uintptr_t empty_cuda
+        PyObject *kept
         PyObject *allocator_variable
         PyObject *allocator
         int n_inputs
@@ -100,7 +101,7 @@ cdef extern from "runtime/program.h" namespace "trident":
                              int dtype)
     cbool program_add_check(HostProgram *program, int layout, int64_t alignment, PyObject *function,
                             PyObject *name)
-    void program_add_fact(HostProgram *program, PyObject *container, PyObject *key, PyObject *value)
+    cbool program_add_fact(HostProgram *program, PyObject *container, PyObject *key, PyObject *value)
     cbool program_add_launch(HostProgram *program, PyObject *arguments, PyObject *python, PyObject *autotuner,
                              PyObject *variant)
     void program_set_function(HostProgram *program, uintptr_t address)

@@ -60,6 +60,7 @@ cdef class NativeProgram:
         self._globals = globals_
         self._file = file
         self._kept = []
+        self.native.kept = <PyObject *>self._kept
         self.native.globals = <PyObject *>globals_
         self.native.globals_file = <PyObject *>file
 
@@ -141,15 +142,15 @@ cdef class NativeProgram:
 
     def add_fact(self, container not None, key, value) -> None:
         """Stock runs the frame unless the dict `container` has `value` under `key` (NotImplemented:
-        has no such key); or, where `key` is None, the list `container` is empty, or the dict has no
-        fewer items than it had."""
+        has no such key); or the list has it at the place `key`; or, where `key` is None, the list is
+        empty, or the dict has no fewer items than it had."""
         cdef PyObject *name = NULL
-        if not isinstance(container, (dict, list) if key is None else dict):
+        if not isinstance(container, (dict, list)):
             raise TypeError(f"a fact about a {type(container).__name__}")
         if key is not None:
             name = <PyObject *>key
-        self._kept += [container, key, value]
-        program_add_fact(self.native, <PyObject *>container, name, _unbound_or(value))
+        if not program_add_fact(self.native, <PyObject *>container, name, _unbound_or(value)):
+            _propagate()
 
     def set_launches(self, uintptr_t empty_cuda, allocator_variable, allocator) -> None:
         """Where at::detail::empty_strided_cuda is, and what stock puts into Triton's context variable

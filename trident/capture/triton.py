@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import gc
 import os
 import struct
 import sys
@@ -27,14 +28,24 @@ from trident.capture.patching import Patches
 from trident.errors import UnsupportedGraph
 
 # The positions of LaunchParameter's types in runtime/launch.h.
-_POINTER, _I32, _U32, _I64, _F32, _F64, _CONSTANT = range(7)
-_ROWS = {"i32": _I32, "u32": _U32, "i64": _I64, "u64": _I64}
+_POINTER, _I32, _U32, _I64, _U64, _F32, _F64, _CONSTANT = range(8)
+_ROWS = {"i32": _I32, "u32": _U32, "i64": _I64, "u64": _U64}
 _REALS = {"fp32": _F32, "f32": _F32, "fp64": _F64}
 # How struct packs what Triton's launcher converts a constant to.
 _FORMATS = {
-    **{"i1": "<b", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q"},
-    **{"u1": "<B", "u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q"},
-    **{"fp32": "<f", "f32": "<f", "fp64": "<d"},
+    "i1": "<b",
+    "i8": "<b",
+    "i16": "<h",
+    "i32": "<i",
+    "i64": "<q",
+    "u1": "<B",
+    "u8": "<B",
+    "u16": "<H",
+    "u32": "<I",
+    "u64": "<Q",
+    "fp32": "<f",
+    "f32": "<f",
+    "fp64": "<d",
 }
 # Above it, CUDA asks for an attribute that Triton sets.
 _MOST_SHARED = 228 * 1024
@@ -127,8 +138,8 @@ def knob_facts() -> Iterator[Fact]:
         hook = getattr(knobs.runtime, name)
         if hook is None:
             continue
-        if type(hook) is not knobs.HookChain or hook.calls:
-            raise UnsupportedGraph("Triton has launch hooks")
+        if type(hook) is not knobs.HookChain:
+            raise UnsupportedGraph("Triton has launch hooks of a kind that is not known")
         yield hook.calls, None, None
         yield vars(hook), "calls", hook.calls
 
@@ -152,7 +163,7 @@ class UserLaunch:
     constants: dict[str, Any]
     grids: tuple[Grid, ...]
     descriptors: dict[str, Any] = dataclasses.field(default_factory=dict)
-    _kept: list[Any] = dataclasses.field(default_factory=list)
+    _kept: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def only(self) -> None:
@@ -177,22 +188,38 @@ class UserLaunch:
         if not _is_plain(jit):
             if type(jit) is not Autotuner or not _is_plain(jit.fn):
                 raise UnsupportedGraph(f"its kernel is a {type(jit).__name__}")
-            for name in ("fn", "cache", "configs", "keys"):
-                yield vars(jit), name, vars(jit)[name]
-            yield vars(jit), "run", NotImplemented
-            yield jit.cache, None, None
+            yield from self._facts_of_autotuner()
             jit = jit.fn
-        if jit.pre_run_hooks:
-            raise UnsupportedGraph("its kernel has hooks that run before it")
-        yield jit.pre_run_hooks, None, None
+        yield from _methods(type(jit), "run", "__getitem__")
         yield vars(jit), "run", NotImplemented
         for name in ("pre_run_hooks", "debug", "device_caches"):
             yield vars(jit), name, vars(jit)[name]
+        yield jit.pre_run_hooks, None, None
         for device, cache in jit.device_caches.items():
             yield jit.device_caches, device, cache
             yield cache[0], None, None
         for (name, _), (value, names) in jit.used_global_vals.items():
-            yield names, name, value
+            if name not in names or names[name] != value:
+                raise UnsupportedGraph(
+                    f"the global {name} has changed since its kernel was compiled"
+                )
+            yield from _value_facts(names, name)
+
+    def _facts_of_autotuner(self) -> Iterator[Fact]:
+        tuner = self.kernel
+        if any(kind == "tensor" and key for kind, key in zip(self.kinds, self.keyed_by_value)):
+            raise UnsupportedGraph("its kernel is tuned for every tensor")
+        yield from _methods(type(tuner), "run")
+        yield vars(tuner), "run", NotImplemented
+        for name in ("fn", "cache", "configs", "keys"):
+            yield vars(tuner), name, vars(tuner)[name]
+        yield tuner.cache, None, None
+        for number, config in enumerate(tuner.configs):
+            yield tuner.configs, number, config
+            for name, value in vars(config).items():
+                yield vars(config), name, value
+            for name, value in config.kwargs.items():
+                yield config.kwargs, name, value
 
     def __call__(self, values: list[Any], rows: list[int]) -> tuple[Any, ...] | None:
         """Launches as stock does; returns a variant for launches like this one (see launch.h)."""
@@ -221,7 +248,6 @@ class UserLaunch:
             if len(self.grids) > 1:
                 numbers = [(i,) for i in range(len(self.grids))]
                 (number,) = _grid_function(self.kernel, numbers)(config.all_kwargs())
-        self._kept += [compiled, config]
         places = {name: i for i, name in enumerate(self.names)}
         kinds = dict(zip(self.names, self.kinds, strict=True))
         defaults = {p.name: p.default for p in jit.params if p.has_default}
@@ -245,7 +271,32 @@ class UserLaunch:
             return None
         parameters = [item for items in made if items is not None for item in items]
         grid = [(True, n.number) if isinstance(n, Row) else (False, n) for n in self.grids[number]]
-        return variant(compiled, parameters, grid, config)
+        found = variant(compiled, parameters, grid, config)
+        if found is None:
+            return None
+        self._kept.update({id(compiled): compiled, id(config): config})
+        chosen_for = [] if config is None else list(self.kernel.cache.items())
+        return (*found, [(self.kernel.cache, key, choice) for key, choice in chosen_for])
+
+
+def _methods(kind: type, *names: str) -> Iterator[Fact]:
+    """That nobody replaces these methods of a class (or of one that it has them from)."""
+    for name in names:
+        owner = next(base for base in kind.__mro__ if name in vars(base))
+        (attributes,) = gc.get_referents(vars(owner))  # the dict behind the proxy
+        yield attributes, name, attributes[name]
+
+
+def _value_facts(names: dict[str, Any], name: str) -> Iterator[Fact]:
+    """That a global is what it is: one of those that Triton takes."""
+    from triton.language import constexpr
+
+    value = names[name]
+    yield names, name, value
+    if type(value) is constexpr:
+        yield from _value_facts(vars(value), "value")
+    elif type(value) not in (int, float, str, bool, type(None)):
+        raise UnsupportedGraph(f"its kernel uses the global {name}, a {type(value).__name__}")
 
 
 def _is_plain(kernel: Any) -> bool:
@@ -302,7 +353,9 @@ def constant(value: Any, kind: Any) -> list[tuple[int, int, int]] | None:
         return None if None in made else [item for items in made if items for item in items]
     if kind not in _FORMATS or type(value) not in (int, float, bool):
         return None
-    if kind in _REALS and type(value) is not float or kind not in _REALS and type(value) is float:
+    if (kind in _REALS and type(value) is not float) or (
+        kind not in _REALS and type(value) is float
+    ):
         return None
     try:
         packed = struct.pack(_FORMATS[kind], value)
@@ -482,6 +535,7 @@ class InductorLaunch:
         yield vars(kernel), "launchers", kernel.launchers
         yield vars(kernel), "_cached_launcher", _fast(kernel)
         yield vars(kernel), "run", NotImplemented
+        yield from _methods(type(kernel), "run")
         if "bin" in self.kernel.made.scope:
             yield from knob_facts()
 
@@ -529,7 +583,7 @@ class InductorLaunch:
         parameters += [(_CONSTANT, -1, 0)] * sum(scratch)
         threads = 32 * kernel.num_warps
         shape = (kernel.function, threads, kernel.shared, 1, False, False)
-        return (*shape, self._grid(), parameters, None)
+        return (*shape, self._grid(), parameters, None, [])
 
     def _compiled(self) -> tuple[Any, ...] | None:
         """Triton's own."""
@@ -545,13 +599,25 @@ class InductorLaunch:
             return None
         # The seventh is for the hooks, of which there are none: see `knob_facts`.
         parameters = self._parameters(made.passed[9:], list(signature.values()))
-        return None if parameters is None else variant(compiled, parameters, self._grid(), None)
+        found = None
+        if parameters is not None:
+            found = variant(compiled, parameters, self._grid(), None)
+        return None if found is None else (*found, [])
 
 
 # Triton's types for those of torch/csrc/inductor/static_launcher.
 _STATIC_TYPES = {
-    **{"O": "*", "b": "i8", "h": "i16", "i": "i32", "l": "i64", "B": "u8", "H": "u16"},
-    **{"I": "u32", "K": "u64", "f": "fp32", "d": "fp64"},
+    "O": "*",
+    "b": "i8",
+    "h": "i16",
+    "i": "i32",
+    "l": "i64",
+    "B": "u8",
+    "H": "u16",
+    "I": "u32",
+    "K": "u64",
+    "f": "fp32",
+    "d": "fp64",
 }
 
 

@@ -210,9 +210,14 @@ def _items_of(expression: Expression) -> list[Container] | None:
     if not isinstance(expression, Step) or expression.kind != "call":
         return None
     (method, *rest) = expression.values
-    if rest or not isinstance(method, Step) or (method.kind, method.constant) != (
-        "get_attr",
-        "items",
+    if (
+        rest
+        or not isinstance(method, Step)
+        or (method.kind, method.constant)
+        != (
+            "get_attr",
+            "items",
+        )
     ):
         return None
     (owner,) = method.values

@@ -84,6 +84,9 @@ bool pack(const ProgramLaunch &launch, const LaunchParameter &parameter, const a
   case LaunchParameter::Type::u32:
     *out = static_cast<uint64_t>(integers[place]);
     return integers[place] >= 0 && integers[place] <= std::numeric_limits<uint32_t>::max();
+  case LaunchParameter::Type::u64:
+    *out = static_cast<uint64_t>(integers[place]);
+    return integers[place] >= 0;
   case LaunchParameter::Type::f32: {
     double value;
     std::memcpy(&value, &integers[place], sizeof(value));
@@ -242,6 +245,8 @@ bool launch_add_variant(ProgramLaunch *launch, LaunchKey key, PyObject *descript
     if (!fields[8].is_none()) made->config = fields[8].ptr();
     std::lock_guard<std::mutex> lock(launch->mutex);
     auto &variants = launch->variants;
+    const auto same = [&](const auto &variant) { return variant->key == made->key; };
+    variants.erase(std::remove_if(variants.begin(), variants.end(), same), variants.end());
     if (variants.size() >= kMostVariants) variants.pop_back();
     variants.insert(variants.begin(), std::move(made));
     return true;

@@ -29,7 +29,7 @@ struct LaunchArgument {
 };
 
 struct LaunchParameter {
-  enum class Type { pointer, i32, u32, i64, f32, f64, constant };
+  enum class Type { pointer, i32, u32, i64, u64, f32, f64, constant };
   Type type;
   int argument;  /* unless it is constant */
   uint64_t bits; /* of a constant */
@@ -89,7 +89,7 @@ Launched launch(ProgramLaunch *launch, const LaunchKey &key, const at::Tensor *s
                 PyObject **config);
 
 /* Adds what Python describes: (function, threads, shared, ctas, cooperative, programmatic, [(is it a row, row or
- * number)] * 3, [(type, argument, bits)], config or None). False with a Python error set. */
+ * number)] * 3, [(type, argument, bits)], config or None, …), for that key. False with a Python error set. */
 bool launch_add_variant(ProgramLaunch *launch, LaunchKey key, PyObject *description);
 
 } // namespace trident

@@ -106,7 +106,7 @@ struct ProgramState {
   at::Tensor *slots;
   int64_t step;
   const int64_t *integers;
-  const HostProgram *program;
+  HostProgram *program;
   WarningBuffer warnings;
   uint64_t deadline;
   std::vector<AutocastRegion> regions{}; /* the state before each open one */
@@ -396,6 +396,11 @@ bool is_same(PyObject *found, PyObject *value) {
 
 bool facts_hold(HostProgram *program) {
   for (ProgramFact &fact : program->facts) {
+    if (fact.key != nullptr && PyList_Check(fact.container)) {
+      const Py_ssize_t i = PyLong_AsSsize_t(fact.key);
+      if (i >= PyList_GET_SIZE(fact.container) || PyList_GET_ITEM(fact.container, i) != fact.value) return false;
+      continue;
+    }
     if (fact.key == nullptr) {
       const bool is_list = PyList_Check(fact.container);
       const Py_ssize_t size = is_list ? PyList_GET_SIZE(fact.container) : PyDict_GET_SIZE(fact.container);
@@ -455,7 +460,13 @@ bool note_launches(ProgramState *state) {
   auto found = py::reinterpret_steal<py::object>(
       PyObject_CallFunctionObjArgs(launch->python, arguments.ptr(), rows.ptr(), nullptr));
   if (!found) throw python_error();
-  if (!found.is_none() && !launch_add_variant(launch, key, found.ptr())) throw python_error();
+  if (found.is_none()) return;
+  if (!launch_add_variant(launch, key, found.ptr())) throw python_error();
+  /* With the GIL: nobody looks at the facts meanwhile. */
+  for (const auto &item : found[py::int_(9)].cast<py::list>()) {
+    const auto fact = item.cast<py::tuple>();
+    if (!program_add_fact(state->program, fact[0].ptr(), fact[1].ptr(), fact[2].ptr())) throw python_error();
+  }
 }
 
 int64_t floor_divide(int64_t a, int64_t b) {
@@ -778,8 +789,13 @@ bool program_add_check(HostProgram *program, int layout, int64_t alignment, PyOb
   return true;
 }
 
-void program_add_fact(HostProgram *program, PyObject *container, PyObject *key, PyObject *value) {
+bool program_add_fact(HostProgram *program, PyObject *container, PyObject *key, PyObject *value) {
+  for (const ProgramFact &fact : program->facts)
+    if (fact.container == container && fact.key == key && fact.value == value) return true;
+  for (PyObject *object : {container, key, value})
+    if (object != nullptr && PyList_Append(program->kept, object) < 0) return false;
   program->facts.push_back({container, key, value, 0, 0});
+  return true;
 }
 
 bool program_add_launch(HostProgram *program, PyObject *arguments, PyObject *python, PyObject *autotuner,

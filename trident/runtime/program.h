@@ -104,8 +104,8 @@ struct ProgramCheck {
 };
 
 /* What must be so where a program starts, or stock runs the frame: the dict has this value under the key (null:
- * none); or (key null) the list is empty, or the dict has no fewer items than it had. Borrowed from who made the
- * program. */
+ * none), or the list has it at that place; or (key null) the list is empty, or the dict has no fewer items than it
+ * had. The program keeps them. */
 struct ProgramFact {
   PyObject *container, *key, *value;
   Py_ssize_t size;
@@ -124,6 +124,7 @@ struct HostProgram {
   std::vector<ProgramCheck> checks;
   std::vector<std::unique_ptr<ProgramLaunch>> launches;
   std::vector<ProgramFact> facts;
+  PyObject *kept = nullptr; /* a list of what the facts are about; borrowed */
   uintptr_t empty_cuda = 0; /* at::detail::empty_strided_cuda */
   /* Stock puts this into Triton's context variable at every launch; borrowed, or null. */
   PyObject *allocator_variable = nullptr, *allocator = nullptr;
@@ -170,7 +171,8 @@ bool program_add_layout(HostProgram *program, std::vector<int64_t> numbers,
                         std::vector<std::pair<int, int>> computed, int dtype);
 bool program_add_check(HostProgram *program, int layout, int64_t alignment, PyObject *function, PyObject *name);
 
-void program_add_fact(HostProgram *program, PyObject *container, PyObject *key, PyObject *value);
+/* False with a Python error set. */
+bool program_add_fact(HostProgram *program, PyObject *container, PyObject *key, PyObject *value);
 
 /* Appends a launch of a kernel. `arguments`: (kind "tensor", "integer" or "real", slot or row, is its value part of
  * the variants' key); `python`: see launch.h; `autotuner` may be null; `variant`: the only one there is, or null.
