@@ -37,7 +37,7 @@ N = 1000
 
 
 @triton.jit
-def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+def add_kernel(x_ptr: Any, y_ptr: Any, out_ptr: Any, n: Any, BLOCK: tl.constexpr) -> None:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     total = tl.load(x_ptr + at, mask=mask) + tl.load(y_ptr + at, mask=mask)
@@ -109,7 +109,7 @@ def twin(f: Callable[..., Any], name: str) -> Callable[..., Any]:
     return FunctionType(code, f.__globals__, code.co_name, f.__defaults__, f.__closure__)
 
 
-_COMPILED = {
+_COMPILED: dict[str, dict[str, Any]] = {
     "stock": {},
     "cpp_wrapper": {"options": {"cpp_wrapper": True}},
     "reduce-overhead": {"mode": "reduce-overhead"},
@@ -130,7 +130,7 @@ def compare(
     variants = {"eager": Variant("f(*x)", {"f": f, "x": inputs}, idle)}
     expected = f(*inputs)
     for name in names:
-        options: dict[str, Any] = dict(_COMPILED[name])
+        options = dict(_COMPILED[name])
         if dynamic:
             options["dynamic"] = True
         compiled = torch.compile(copy(f, name.replace(" ", "_").replace("-", "_")), **options)
@@ -313,7 +313,7 @@ def test_triton_liger_layer(benchmark: Any, record: Record) -> None:
     from liger_kernel.transformers import LigerRMSNorm
     from liger_kernel.transformers.functional import liger_rope, liger_swiglu
 
-    make = {"device": "cuda", "dtype": torch.bfloat16}
+    make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     norms = [LigerRMSNorm(1024).to(**make), LigerRMSNorm(1024).to(**make)]
     q, k = torch.randn(1, 16, 1, 128, **make), torch.randn(1, 8, 1, 128, **make)
     cos, sin = torch.randn(1, 1, 128, **make), torch.randn(1, 1, 128, **make)

@@ -219,12 +219,13 @@ class _Module:
     """What a kernel keeps loaded. It may outlive the fixture; no other driver is to unload it."""
 
 
-def _unload(kernel, unload=CompiledKernel.__del__):
-    if type(kernel.module) is not _Module:
-        unload(kernel)
+if hasattr(CompiledKernel, "__del__"):  # since Triton 3.7
 
+    def _unload(kernel, unload=CompiledKernel.__del__):
+        if type(kernel.module) is not _Module:
+            unload(kernel)
 
-CompiledKernel.__del__ = _unload
+    CompiledKernel.__del__ = _unload
 
 
 class _Utils:

@@ -75,6 +75,7 @@ def test_every_operation_of_the_tables_exists() -> None:
     named = {f"scm.{name}" for name in (*dialect.GUARD_OPS, *dialect.PLAN_OPS)}
     steps = {"input", "constant_tensor", "operator", "release", "grad_mode", "yield"}
     steps |= {"empty_strided", "reinterpret", "check", "kernel", "branch", "give"}
+    steps |= {"launch", "device_enter", "device_exit"}
     steps |= {"autocast_enter", "autocast_exit", *dialect.INTEGER_STEPS}
     steps |= {"integer", "integer_input", "float_input", "size", "stride", "number"}
     assert defined == named | {

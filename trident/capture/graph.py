@@ -474,7 +474,7 @@ class _Interpreter(torch.fx.Interpreter):
 
     def _launch(self, node: torch.fx.Node) -> None:
         """Records the launch of a user's kernel, of which nothing is known but its arguments."""
-        mode = proxy_tensor.get_proxy_mode()
+        mode: Any = proxy_tensor.get_proxy_mode()
         _, given = self.fetch_args_kwargs_from_env(node)
         proxies = tree_map(mode.tracer.unwrap_proxy, given)
         mode.tracer.create_proxy("call_function", node.target, (), proxies, name="launch")

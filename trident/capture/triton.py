@@ -121,7 +121,7 @@ def add_launcher(launcher: type, address: int) -> None:
 
 
 def knob_facts() -> Iterator[Fact]:
-    """What of Triton's settings a launch depends on, as it is now: see ``NativeProgram.add_fact``."""
+    """What of Triton's settings a launch depends on, now: see ``NativeProgram.add_fact``."""
     from triton import knobs
 
     for owner, name in (
@@ -173,6 +173,9 @@ class UserLaunch:
     def autotuner(self) -> Any:
         return None if _is_plain(self.kernel) else self.kernel
 
+    def _named_kinds(self) -> Iterator[tuple[str, str]]:
+        return zip(self.names, self.kinds, strict=True)
+
     @property
     def keyed_by_value(self) -> tuple[bool, ...]:
         keys = () if self.autotuner is None else self.kernel.keys
@@ -207,7 +210,7 @@ class UserLaunch:
 
     def _facts_of_autotuner(self) -> Iterator[Fact]:
         tuner = self.kernel
-        if any(kind == "tensor" and key for kind, key in zip(self.kinds, self.keyed_by_value)):
+        if any(name in tuner.keys for name, kind in self._named_kinds() if kind == "tensor"):
             raise UnsupportedGraph("its kernel is tuned for every tensor")
         yield from _methods(type(tuner), "run")
         yield vars(tuner), "run", NotImplemented
@@ -249,7 +252,7 @@ class UserLaunch:
                 numbers = [(i,) for i in range(len(self.grids))]
                 (number,) = _grid_function(self.kernel, numbers)(config.all_kwargs())
         places = {name: i for i, name in enumerate(self.names)}
-        kinds = dict(zip(self.names, self.kinds, strict=True))
+        kinds = dict(self._named_kinds())
         defaults = {p.name: p.default for p in jit.params if p.has_default}
         chosen = {} if config is None else config.kwargs
 
@@ -571,7 +574,7 @@ class InductorLaunch:
     def _static(self) -> tuple[Any, ...] | None:
         """torch.inductor's own launcher: ``StaticallyLaunchedCudaKernel``."""
         made = self.kernel.made
-        kernel = getattr(made.scope.get("runner"), "__self__", None)
+        kernel: Any = getattr(made.scope.get("runner"), "__self__", None)
         known = type(kernel).__name__ == "StaticallyLaunchedCudaKernel"
         if not known or made.passed[:4] != ("grid_0", "grid_1", "grid_2", "stream"):
             return None

@@ -46,8 +46,8 @@ class Call:
     "tensor" (a Slot), "number" (as a tensor: the number, and a dtype if not its own), "tensors" and
     "optional_tensors" (lists of Slots, or None), "computed" (a Slot of an integer, or a list of
     these and ints); per return of the schema the number of tensors of a list, None for one tensor,
-    or NO_TENSOR. `is_factory`: called below autograd, as torch's Python bindings call it. `by_overload`:
-    stock calls it through torch.ops, from which warnings do not go to Python."""
+    or NO_TENSOR. `is_factory`: called below autograd, as torch's Python bindings call it.
+    `by_overload`: stock calls it through torch.ops, from which warnings do not go to Python."""
 
     operator: Any
     arguments: list[tuple[str, Any]]

@@ -56,7 +56,9 @@ class ProgramTable:
     cudnn: bool | None
     layouts: list[tuple[list[int], list[tuple[int, int]], int]]
     checks: list[tuple[int, int, Any, str | None]]
-    launches: list[tuple[list[tuple[str, int, bool]], triton.Launch]]
+    launches: list[tuple[list[tuple[str, int, bool]], triton.Launch]] = dataclasses.field(
+        default_factory=list
+    )
 
 
 def lower_program(program: Program) -> ProgramTable:
