@@ -19,7 +19,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test test-ops lint bench tables clean
+.PHONY: build demo test test-ops lint bench bench-gpu tables clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -84,6 +84,10 @@ bench: build
 	$(call say,"benchmarks")
 	$(RUN) -m pytest $(BENCH) --benchmark-only
 	$(RUN) -m bench.tables
+
+bench-gpu: build
+	$(call say,"benchmarks of Triton's kernels, for a machine with a GPU")
+	$(RUN) -m pytest bench/test_triton.py --benchmark-only
 
 tables: build
 	$(RUN) -m bench.tables

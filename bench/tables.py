@@ -109,6 +109,63 @@ def inductor_table(results: dict[str, Result]) -> list[str]:
     )
 
 
+TRITON = {
+    "triton_one_kernel": "one kernel and its allocation",
+    "triton_three_kernels": "three kernels and two operators",
+    "triton_many_arguments": "a kernel with 30 arguments",
+    "triton_autotuned": "an autotuned kernel",
+    "triton_dynamic_grid": "a kernel with a symbolic grid",
+    "triton_liger_layer": "Liger's RMSNorm, RoPE and SwiGLU of one layer",
+    "triton_inductor_small_graph": "`relu(x + y) * 2` (Inductor)",
+    "triton_inductor_mlp": "8 × (Linear(64, 64), ReLU) (Inductor)",
+}
+
+
+def triton_table(results: dict[str, Result]) -> list[str]:
+    names = ("eager", "stock", "cpp_wrapper", "reduce-overhead", "Trident", "Trident backend")
+    rows = []
+    for name, label in TRITON.items():
+        if (result := results.get(name)) is None:
+            continue
+        cells = [timing(n)(result) if n in result["timings"] else "–" for n in names]
+        ratios = result["figures"]["ratios"]
+        rows.append([label, *cells, *(f"{ratios[f'{n} / Trident']:.3g}x" for n in names[:2])])
+    return table(
+        "Triton's kernels on a GPU, user-written unless Inductor is named: host time. `torch.compile` "
+        'as it is, with `cpp_wrapper` and `mode="reduce-overhead"`; Trident with the default backend '
+        'and with `backend="trident"`.',
+        "a call | eager | stock | cpp_wrapper | reduce-overhead | Trident | Trident's backend "
+        "| eager / Trident | stock / Trident",
+        rows,
+    )
+
+
+def triton_lines(results: dict[str, Result]) -> list[str]:
+    lines = []
+    if (found := results.get("triton_one_kernel")) is not None:
+        f = found["figures"]
+        both = " and ".join(f"{value:.2f}" for value in f["floor_ratios"].values())
+        lines.append(
+            f"- A C loop takes {nanoseconds(f['launch_ns'])} for that launch and "
+            f"{nanoseconds(f['allocation_ns'])} for that allocation; a call with its kernel takes "
+            f"{both} times as long with the default and with Trident's backend (goal ≤ "
+            f"{f['floor_target']})."
+        )
+    for name, what in (
+        ("triton_qwen3_decode", "stock modules"),
+        ("triton_qwen3_liger_decode", "Liger's RMSNorm, RoPE and SwiGLU"),
+    ):
+        if (found := results.get(name)) is not None:
+            f = found["figures"]
+            took = ", ".join(f"{variant} {ms:.1f} ms" for variant, ms in f["ms"].items())
+            goal = f" (goal ≤ {f['target_ms']} ms)" if "target_ms" in f else ""
+            lines.append(
+                f"- A decode step of a Qwen3-0.6B-shaped model (random weights, bf16, static cache) "
+                f"with {what}: {took}{goal}."
+            )
+    return lines
+
+
 def inductor_lines(results: dict[str, Result]) -> list[str]:
     lines = []
     found = results.get("inductor_small_graph")
@@ -213,7 +270,7 @@ def guard_lines(results: dict[str, Result]) -> list[str]:
 
 
 def other_lines(results: dict[str, Result]) -> list[str]:
-    lines = [*guard_lines(results), *inductor_lines(results)]
+    lines = [*triton_lines(results), *guard_lines(results), *inductor_lines(results)]
     if (found := results.get("build_time")) is not None:
         f = found["figures"]
         lines.append(
@@ -299,6 +356,7 @@ def render(results: dict[str, Result]) -> str:
     parts = [
         call_table(results),
         inductor_table(results),
+        triton_table(results),
         program_table(results),
         chain_table(results),
         other_lines(results),
@@ -309,7 +367,8 @@ def render(results: dict[str, Result]) -> str:
 
 def main() -> None:
     paths = [
-        RESULTS / f"{name}.json" for name in ("dispatch", "guards", "inductor", "profile", "host")
+        RESULTS / f"{name}.json"
+        for name in ("dispatch", "guards", "inductor", "triton", "profile", "host")
     ]
     results: dict[str, Result] = {}
     for path in paths:

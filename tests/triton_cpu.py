@@ -50,6 +50,7 @@ _FORMATS = {
     "fp32": "<f",
     "fp64": "<d",
 }
+_TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 # What ran: (name of the kernel, grid, its arguments, "native" or "python"), since it was cleared.
 launches = []
 # What the driver is to answer next: CUresult.
@@ -125,6 +126,8 @@ class _Function:
             else:
                 form = _FORMATS[kind]
                 (values[path],) = struct.unpack(form, next(words)[: struct.calcsize(form)])
+                if type(values[path]) is bool and _TRITON < (3, 7):  # its interpreter takes none
+                    values[path] = int(values[path])
         arguments = [self._argument(values, (i,)) for i in range(len(self.names))]
         launches.append((self.name, grid, dict(zip(self.names, arguments, strict=True)), how))
         with _lock, pytest.MonkeyPatch.context() as patched:

@@ -275,3 +275,69 @@ def test_under_other_interpreters_without_torch(python: pathlib.Path) -> None:
 
 
 assert sys.version_info >= (3, 11)
+
+
+class _OneGraph:
+    """Globals of which one is a graph."""
+
+    def graph(self, name: str) -> Any:
+        return len if name == "graph" else None
+
+    def helpers(self, name: str) -> Any:
+        return None
+
+    def value(self, name: str) -> Any:
+        return None
+
+    def is_profiling(self, function: Any) -> bool:
+        return False
+
+    def property_step(self, function: Any) -> str | None:
+        return None
+
+    def is_helper(self, function: Any) -> bool:
+        return False
+
+
+def filled(x, outputs):
+    (out,) = graph(x)  # noqa: F821
+    for key, value in {"a": out, "b": x}.items():
+        put(outputs, key, value)  # noqa: F821
+    return outputs
+
+
+def filled_from_another(x, outputs):
+    (out,) = graph(x)  # noqa: F821
+    for key, value in outputs.items():
+        put(out, key, value)  # noqa: F821
+    return outputs
+
+
+def filled_twice(x, outputs):
+    (out,) = graph(x)  # noqa: F821
+    for key, value in {"a": out, "a": x}.items():  # noqa: F601
+        put(outputs, key, value)  # noqa: F821
+    return outputs
+
+
+def filled_in_part(x, outputs):
+    (out,) = graph(x)  # noqa: F821
+    for key, value in {"a": out, "b": x}.items():
+        if value:
+            put(outputs, key, value)  # noqa: F821
+    return outputs
+
+
+def test_a_loop_over_a_new_dict_is_unrolled() -> None:
+    """As Dynamo fills a dict of a class of the user's (the outputs of transformers)."""
+    code = filled.__code__
+    plan = analyze(code, framelocals_names(code), _OneGraph())  # type: ignore[arg-type]
+    calls = [step.values[1:] for step in plan.steps[1:] if step.kind == "call"][1:]
+    assert [(o.name, key.value) for o, key, _ in calls] == [("outputs", "a"), ("outputs", "b")]
+    assert calls[1][2].name == "x"
+
+
+@pytest.mark.parametrize("f", [filled_from_another, filled_twice, filled_in_part])
+def test_other_loops_are_not(f: Any) -> None:
+    with pytest.raises(UnsupportedPlan, match="GET_ITER"):
+        analyze(f.__code__, framelocals_names(f.__code__), _OneGraph())  # type: ignore[arg-type]

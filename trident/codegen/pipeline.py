@@ -50,7 +50,7 @@ class Built:
     `build_s` the time that the build took, in seconds. `has_graph`: the frame runs a graph; then
     `program` is its native host program, or None and `program_reason` says why; it has
     `n_operators` calls of operators, those of `boxed` through the boxed dispatcher, and `n_kernels`
-    of kernels of Inductor's. Where there is no plan, Dynamo's code calls the program. A plan that
+    of kernels: Inductor's, or Triton's. Where there is no plan, Dynamo's code calls the program. A plan that
     `may_call` code of the user's runs where Dynamo sees that code; one that `uses_globals` (a graph
     is one) is for functions with the globals `globals` only.
     """
@@ -296,7 +296,7 @@ def _lower_program(
         return None
     kinds = [name for name, _ in all_steps(table.steps)]
     built.n_operators = kinds.count("direct") + kinds.count("trident_program_call")
-    built.n_kernels = kinds.count("kernel")
+    built.n_kernels = kinds.count("kernel") + kinds.count("trident_program_launch")
     built.boxed = tuple(sorted({f"{c[0]}.{c[1]}".rstrip(".") for c in table.calls}))
     return table
 
