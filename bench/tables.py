@@ -131,9 +131,9 @@ def triton_table(results: dict[str, Result]) -> list[str]:
         ratios = result["figures"]["ratios"]
         rows.append([label, *cells, *(f"{ratios[f'{n} / Trident']:.3g}x" for n in names[:2])])
     return table(
-        "Triton's kernels on a GPU, user-written unless Inductor is named: host time. `torch.compile` "
-        'as it is, with `cpp_wrapper` and `mode="reduce-overhead"`; Trident with the default backend '
-        'and with `backend="trident"`.',
+        "Triton's kernels on a GPU, user-written unless Inductor is named: host time. "
+        '`torch.compile` as it is, with `cpp_wrapper` and `mode="reduce-overhead"`; Trident with '
+        'the default backend and with `backend="trident"`.',
         "a call | eager | stock | cpp_wrapper | reduce-overhead | Trident | Trident's backend "
         "| eager / Trident | stock / Trident",
         rows,
@@ -160,8 +160,8 @@ def triton_lines(results: dict[str, Result]) -> list[str]:
             took = ", ".join(f"{variant} {ms:.1f} ms" for variant, ms in f["ms"].items())
             goal = f" (goal ≤ {f['target_ms']} ms)" if "target_ms" in f else ""
             lines.append(
-                f"- A decode step of a Qwen3-0.6B-shaped model (random weights, bf16, static cache) "
-                f"with {what}: {took}{goal}."
+                "- A decode step of a Qwen3-0.6B-shaped model (random weights, bf16, static "
+                f"cache) with {what}: {took}{goal}."
             )
     return lines
 
