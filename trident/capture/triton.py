@@ -624,19 +624,25 @@ _STATIC_TYPES = {
 }
 
 
-def set_by_stock(launches: Iterable[Launch]) -> tuple[int, Any, Any]:
-    """Where ``at::detail::empty_strided_cuda`` is (0: nowhere), and Triton's context variable for
-    its allocator with what stock's launches put into it, if they do."""
-    empty = 0
-    if torch.version.cuda is not None:
-        library = ctypes.CDLL("libtorch_cuda.so")
-        empty = ctypes.cast(getattr(library, _EMPTY_STRIDED_CUDA), ctypes.c_void_p).value or 0
+def empty_strided_cuda() -> int:
+    """The address of ``at::detail::empty_strided_cuda``; raises UnsupportedGraph if this torch has
+    no such function."""
+    try:
+        function = getattr(ctypes.CDLL("libtorch_cuda.so"), _EMPTY_STRIDED_CUDA)
+    except (OSError, AttributeError):
+        raise UnsupportedGraph("this torch has no empty_strided_cuda that is known") from None
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def allocator_set_by_stock(launches: Iterable[Launch]) -> tuple[Any, Any]:
+    """Triton's context variable for its allocator with what stock's launches put into it, or
+    (None, None) if they do not."""
     ours = [launch for launch in launches if isinstance(launch, InductorLaunch)]
     if not ours or _fast(ours[0].kernel.kernel) is not NotImplemented:
-        return empty, None, None
+        return None, None
     from triton.runtime import _allocation
 
-    return empty, _allocation._allocator, _allocate
+    return _allocation._allocator, _allocate
 
 
 def _allocate(size: int, align: int, stream: int | None) -> torch.Tensor:

@@ -405,7 +405,9 @@ def _add_launches(native: Any, table: ProgramTable) -> None:
             facts.setdefault((id(fact[0]), fact[1]), fact)
     for fact in facts.values():
         native.add_fact(*fact)
-    native.set_launches(*triton.set_by_stock(launch for _, launch in table.launches))
+    empty = triton.empty_strided_cuda() if "trident_program_empty_cuda" in names else 0
+    launches = (launch for _, launch in table.launches)
+    native.set_launches(empty, *triton.allocator_set_by_stock(launches))
 
 
 # What kernels do to so many elements takes less time than a switch of threads, and stock's wrappers

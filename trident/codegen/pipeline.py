@@ -50,9 +50,9 @@ class Built:
     `build_s` the time that the build took, in seconds. `has_graph`: the frame runs a graph; then
     `program` is its native host program, or None and `program_reason` says why; it has
     `n_operators` calls of operators, those of `boxed` through the boxed dispatcher, and `n_kernels`
-    of kernels: Inductor's, or Triton's. Where there is no plan, Dynamo's code calls the program. A plan that
-    `may_call` code of the user's runs where Dynamo sees that code; one that `uses_globals` (a graph
-    is one) is for functions with the globals `globals` only.
+    of kernels: Inductor's, or Triton's. Where there is no plan, Dynamo's code calls the program. A
+    plan that `may_call` code of the user's runs where Dynamo sees that code; one that `uses_globals`
+    (a graph is one) is for functions with the globals `globals` only.
     """
 
     table: GuardTable | None = None

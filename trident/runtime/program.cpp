@@ -395,7 +395,8 @@ bool is_same(PyObject *found, PyObject *value) {
 }
 
 bool facts_hold(HostProgram *program) {
-  for (ProgramFact &fact : program->facts) {
+  for (size_t number = 0; number < program->facts.size(); number++) { /* comparing keys may run Python, and add some */
+    const ProgramFact fact = program->facts[number];
     if (fact.key != nullptr && PyList_Check(fact.container)) {
       const Py_ssize_t i = PyLong_AsSsize_t(fact.key);
       if (i >= PyList_GET_SIZE(fact.container) || PyList_GET_ITEM(fact.container, i) != fact.value) return false;
@@ -405,7 +406,7 @@ bool facts_hold(HostProgram *program) {
       const bool is_list = PyList_Check(fact.container);
       const Py_ssize_t size = is_list ? PyList_GET_SIZE(fact.container) : PyDict_GET_SIZE(fact.container);
       if (is_list ? size != 0 : size < fact.size) return false;
-      fact.size = size;
+      program->facts[number].size = size;
       continue;
     }
     const uint64_t version = dict_versions_reliable ? dict_version(fact.container) : 0;
@@ -413,7 +414,7 @@ bool facts_hold(HostProgram *program) {
     PyObject *found = PyDict_GetItemWithError(fact.container, fact.key);
     if (found == nullptr) PyErr_Clear();
     if (!is_same(found, fact.value)) return false;
-    fact.version = version;
+    program->facts[number].version = version;
   }
   return true;
 }
@@ -889,6 +890,7 @@ int32_t run(HostProgram *program, PyObject *const *inputs, PyObject **outputs) {
   if (!compute_integers(program, inputs, integers)) return 2;
   if (!program->facts.empty() && !facts_hold(program)) return 2;
   for (int i : program->aligned) {
+    if (!plain_tensor(inputs[i])) return 2;
     const at::Tensor &tensor = THPVariable_Unpack(inputs[i]);
     if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignment != 0) return 2;
   }
