@@ -51,8 +51,8 @@ class Built:
     `program` is its native host program, or None and `program_reason` says why; it has
     `n_operators` calls of operators, those of `boxed` through the boxed dispatcher, and `n_kernels`
     of kernels: Inductor's, or Triton's. Where there is no plan, Dynamo's code calls the program. A
-    plan that `may_call` code of the user's runs where Dynamo sees that code; one that `uses_globals`
-    (a graph is one) is for functions with the globals `globals` only.
+    plan that `may_call` code of the user's runs where Dynamo sees that code; one that
+    `uses_globals` (a graph is one) is for functions with the globals `globals` only.
     """
 
     table: GuardTable | None = None
