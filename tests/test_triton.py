@@ -1738,3 +1738,132 @@ def test_threads_that_learn() -> None:
         for thread in threads:
             thread.join()
     assert not failures
+
+
+# What a review found
+
+
+def test_the_choice_of_another_thread(monkeypatch: Any) -> None:
+    """While Triton launches here, another thread launches with another configuration."""
+    kernel = tuned_kernel()
+    compiled = torch.compile(user_of(kernel), backend="trident", dynamic=True)
+    with trident.enable():
+        for _ in range(3):
+            compiled(ones(100))
+        compiled(ones(20))
+        for key in list(kernel.cache):
+            kernel.cache[40, *key[1:]] = kernel.configs[0]
+        compiled(ones(100))
+        real, busy = tc._Function.run, []
+
+        def run(self: Any, grid: Any, packed: Any, how: str) -> None:
+            real(self, grid, packed, how)
+            if how == "python" and not busy:
+                busy.append(1)
+                thread = threading.Thread(target=lambda: compiled(ones(100)))
+                thread.start()
+                thread.join()
+
+        monkeypatch.setattr(tc._Function, "run", run)
+        first = compiled(ones(41))
+        assert torch.equal(compiled(ones(41)), first)
+
+
+@pytest.mark.parametrize("change", ["kwargs", "configs", "keys"])
+def test_configurations_that_grow(change: str) -> None:
+    @triton.autotune([triton.Config({"BLOCK": 32})], key=["n"])
+    @triton.jit
+    def kernel(x, out, n, m, BLOCK: tl.constexpr, ADD: tl.constexpr = 1):
+        at = tl.arange(0, BLOCK)
+        tl.store(out + at, tl.load(x + at, mask=at < n) + ADD, mask=at < n)
+
+    if change == "keys":
+        kernel.configs.append(triton.Config({"BLOCK": 64}))
+
+    def f(x: Any, m: int) -> Any:
+        out = torch.empty_like(x)
+        kernel[(1,)](x, out, x.numel(), m)
+        return out
+
+    compiled = torch.compile(f, backend="trident")
+    with trident.enable():
+        for _ in range(4):
+            compiled(ones(10), 3)
+        n_tuned = len(kernel.cache)
+        if change == "kwargs":
+            kernel.configs[0].kwargs["ADD"] = 5
+        elif change == "configs":
+            kernel.configs.append(triton.Config({"BLOCK": 16}))
+        else:
+            kernel.keys.append("m")
+        found = compiled(ones(10), 3)
+    assert len(kernel.cache) == n_tuned + (change != "kwargs")
+    assert torch.equal(found, ones(10) + (5 if change == "kwargs" else 1))
+
+
+def test_a_driver_that_is_replaced(monkeypatch: Any) -> None:
+    """Stock asks it for the stream."""
+    from triton.runtime import driver
+
+    _, f = fresh_add()
+    compiled, asked = torch.compile(f, backend="trident"), []
+
+    class Other(tc.CpuDriver):
+        def get_current_stream(self, device: int = 0) -> int:
+            asked.append(device)
+            return 0
+
+    with trident.enable():
+        for _ in range(4):
+            compiled(ones(10))
+        before = driver.active
+        driver.set_active(Other())
+        try:
+            compiled(ones(10))
+        finally:
+            driver.set_active(before)
+    assert asked == [0]
+
+
+def test_an_item_method_that_a_class_gets(monkeypatch: Any) -> None:
+    """``kernel[grid]`` is the base class's, until somebody gives the class one of its own."""
+    kernel, f = fresh_add()
+    compiled, grids = torch.compile(f, backend="trident"), []
+    with trident.enable():
+        for _ in range(4):
+            compiled(ones(10))
+        inherited = type(kernel).__getitem__
+
+        def item(self: Any, grid: Any) -> Any:
+            grids.append(grid)
+            return inherited(self, grid)
+
+        monkeypatch.setattr(type(kernel), "__getitem__", item, raising=False)
+        compiled(ones(10))
+    assert len(grids) == 1
+
+
+def test_a_choice_that_an_operator_sees() -> None:
+    """An operator of Python's after a launch sees what stock's launch leaves behind."""
+    kernel, seen = tuned_kernel(), []
+
+    @torch.library.custom_op("trident_tests::looks_at_the_choice", mutates_args=())
+    def looks(x: torch.Tensor) -> torch.Tensor:
+        seen.append(kernel.best_config.kwargs["BLOCK"])
+        return x + 1
+
+    looks.register_fake(lambda x: torch.empty_like(x))
+
+    def f(x: Any) -> Any:
+        n = x.numel() - 1
+        out = torch.zeros_like(x)
+        kernel[blocks(n)](x, out, n)
+        return looks(out)
+
+    compiled = torch.compile(f, backend="trident")
+    with trident.enable():
+        for _ in range(4):
+            kernel.best_config = triton.Config({"BLOCK": 7})
+            compiled(ones(10))
+    assert 7 not in seen
+    assert len(set(seen)) == 1

@@ -142,13 +142,15 @@ cdef class NativeProgram:
 
     def add_fact(self, container not None, key, value) -> None:
         """Stock runs the frame unless the dict `container` has `value` under `key` (NotImplemented:
-        has no such key); or the list has it at the place `key`; or, where `key` is None, the list is
-        empty, or the dict has no fewer items than it had."""
+        has no such key); or the list has it at the place `key` (NotImplemented: is no longer); or, where
+        `key` is None, the list is empty, or the dict has `value` items (None: no fewer than it had)."""
         cdef PyObject *name = NULL
         if not isinstance(container, (dict, list)):
             raise TypeError(f"a fact about a {type(container).__name__}")
         if key is not None:
             name = <PyObject *>key
+        if key is None and value is None:
+            value = NotImplemented
         if not program_add_fact(self.native, <PyObject *>container, name, _unbound_or(value)):
             _propagate()
 

@@ -328,6 +328,14 @@ def filled_in_part(x, outputs):
     return outputs
 
 
+def filled_by_itself(x, outputs):
+    (out,) = graph(x)  # noqa: F821
+    new = {"a": out, "b": x}
+    for key, value in new.items():
+        put(new, key, value)  # noqa: F821
+    return outputs
+
+
 def test_a_loop_over_a_new_dict_is_unrolled() -> None:
     """As Dynamo fills a dict of a class of the user's (the outputs of transformers)."""
     code = filled.__code__
@@ -337,7 +345,7 @@ def test_a_loop_over_a_new_dict_is_unrolled() -> None:
     assert calls[1][2].name == "x"
 
 
-@pytest.mark.parametrize("f", [filled_from_another, filled_twice, filled_in_part])
+@pytest.mark.parametrize("f", [filled_from_another, filled_twice, filled_in_part, filled_by_itself])
 def test_other_loops_are_not(f: Any) -> None:
     with pytest.raises(UnsupportedPlan, match="GET_ITER"):
         analyze(f.__code__, framelocals_names(f.__code__), _OneGraph())  # type: ignore[arg-type]

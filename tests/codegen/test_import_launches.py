@@ -163,6 +163,14 @@ def test_inputs_that_are_copied_around_it(kernel: Any) -> None:
         (", stream=stream0", "", "a launch with other arguments"),
         ("stream=stream0", "stream=stream0, grid=3", "a launch with other arguments"),
         ("stream=stream0", "stream=0", "a launch with other arguments"),
+        ("_DeviceGuard(0)", "_DeviceGuard(0, x=1)", "a region that is not known"),
+        ("get_raw_stream(0)", "get_raw_stream(0, x=1)", "the stream of another device"),
+        ("set_device(0)", "set_device(0, x=1)", "it changes the device"),
+        (
+            "    return (buf0, )",
+            "    kernel.run(buf0, 1000, stream=stream0)",
+            "a launch with other",
+        ),
     ],
 )
 def test_refused(kernel: Any, old: str, new: str, reason: str) -> None:
@@ -186,3 +194,28 @@ def test_kernels_that_are_not_ready(kernel: Any) -> None:
         vars(made).update(change)
         with pytest.raises(UnsupportedGraph, match=reason):
             imported(WHOLE, made)
+
+
+@pytest.mark.parametrize("used", ["return (buf1, )", "x = aten._unique(buf1)\n    return (a, )"])
+def test_a_number_that_an_operator_returns(used: str) -> None:
+    """It is dropped; whoever uses it is not native."""
+    text = f"""
+    a, = args
+    args.clear()
+    buf0 = torch.ops.aten._scaled_dot_product_flash_attention.default(a, a, a)
+    buf1 = buf0[4]
+    {used}
+    """
+    with pytest.raises(UnsupportedGraph, match="a number that an operator returns"):
+        imported(text, None)
+
+
+def test_numbers_that_nobody_uses() -> None:
+    text = """
+    a, = args
+    args.clear()
+    buf0 = torch.ops.aten._scaled_dot_product_flash_attention.default(a, a, a)
+    buf1 = buf0[0]
+    return (buf1, )
+    """
+    assert "operator" in imported(text, None)[1]

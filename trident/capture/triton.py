@@ -123,7 +123,10 @@ def add_launcher(launcher: type, address: int) -> None:
 def knob_facts() -> Iterator[Fact]:
     """What of Triton's settings a launch depends on, now: see ``NativeProgram.add_fact``."""
     from triton import knobs
+    from triton.runtime import driver
 
+    for name, value in vars(driver).items():
+        yield vars(driver), name, value
     for owner, name in (
         *((knobs.runtime, name) for name in _RUNTIME_KNOBS),
         *((knobs.compilation, name) for name in _COMPILATION_KNOBS),
@@ -212,17 +215,23 @@ class UserLaunch:
         tuner = self.kernel
         if any(name in tuner.keys for name, kind in self._named_kinds() if kind == "tensor"):
             raise UnsupportedGraph("its kernel is tuned for every tensor")
-        yield from _methods(type(tuner), "run")
+        if type(tuner.keys) is not list or type(tuner.configs) is not list:
+            raise UnsupportedGraph("its autotuner's keys or configurations are no lists")
+        yield from _methods(type(tuner), "run", "__getitem__")
         yield vars(tuner), "run", NotImplemented
         for name in ("fn", "cache", "configs", "keys"):
             yield vars(tuner), name, vars(tuner)[name]
         yield tuner.cache, None, None
-        for number, config in enumerate(tuner.configs):
-            yield tuner.configs, number, config
+        for items in (tuner.configs, tuner.keys):
+            for number, item in enumerate(items):
+                yield items, number, item
+            yield items, len(items), NotImplemented
+        for config in tuner.configs:
             for name, value in vars(config).items():
                 yield vars(config), name, value
             for name, value in config.kwargs.items():
                 yield config.kwargs, name, value
+            yield config.kwargs, None, len(config.kwargs)
 
     def __call__(self, values: list[Any], rows: list[int]) -> tuple[Any, ...] | None:
         """Launches as stock does; returns a variant for launches like this one (see launch.h)."""
@@ -239,13 +248,23 @@ class UserLaunch:
                 break
             arguments.append(rest.pop(name))
         compiled = self.kernel[grid](*arguments, **rest)
-        return self._variant(compiled)
+        if self.autotuner is None:
+            return self._variant(compiled, None, [])
+        tuner = self.kernel
+        if len(tuner.configs) == 1:
+            return self._variant(compiled, tuner.configs[0], [])
+        # As `Autotuner.run` makes it. (`best_config` may be another thread's choice by now.)
+        key = [given[name] for name in tuner.keys if name in given]
+        ordered = [*arguments, *rest.values()]
+        key += [str(value.dtype) for value in ordered if hasattr(value, "dtype")]
+        config = tuner.cache.get(tuple(key))
+        facts = [(tuner.cache, tuple(key), config)]
+        return None if config is None else self._variant(compiled, config, facts)
 
-    def _variant(self, compiled: Any) -> tuple[Any, ...] | None:
-        config, number = None, 0
-        jit = self.kernel
-        if not _is_plain(jit):
-            config, jit = jit.best_config, jit.fn
+    def _variant(self, compiled: Any, config: Any, facts: list[Fact]) -> tuple[Any, ...] | None:
+        number, jit = 0, self.kernel
+        if config is not None:
+            jit = jit.fn
             if config.pre_hook is not None:
                 return None
             if len(self.grids) > 1:
@@ -278,16 +297,18 @@ class UserLaunch:
         if found is None:
             return None
         self._kept.update({id(compiled): compiled, id(config): config})
-        chosen_for = [] if config is None else list(self.kernel.cache.items())
-        return (*found, [(self.kernel.cache, key, choice) for key, choice in chosen_for])
+        return (*found, facts)
 
 
 def _methods(kind: type, *names: str) -> Iterator[Fact]:
     """That nobody replaces these methods of a class (or of one that it has them from)."""
     for name in names:
-        owner = next(base for base in kind.__mro__ if name in vars(base))
-        (attributes,) = gc.get_referents(vars(owner))  # the dict behind the proxy
-        yield attributes, name, attributes[name]
+        for owner in kind.__mro__:
+            # The dict behind the proxy.
+            attributes = next(d for d in gc.get_referents(vars(owner)) if isinstance(d, dict))
+            yield attributes, name, attributes.get(name, NotImplemented)
+            if name in attributes:
+                break
 
 
 def _value_facts(names: dict[str, Any], name: str) -> Iterator[Fact]:
@@ -600,6 +621,11 @@ class InductorLaunch:
             return None
         if made.passed[:6] != start or made.passed[7:9] != hooks:
             return None
+        from triton import knobs
+
+        for name in hooks:  # the facts are about those of now
+            if made.scope[name] not in (None, getattr(knobs.runtime, name)):
+                return None
         # The seventh is for the hooks, of which there are none: see `knob_facts`.
         parameters = self._parameters(made.passed[9:], list(signature.values()))
         found = None

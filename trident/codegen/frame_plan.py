@@ -190,7 +190,8 @@ def _straightened(frame: _Frame) -> Iterator[dis.Instruction]:
         if instruction.opname != "GET_ITER":
             yield instruction
             continue
-        items = _items_of(frame.pop(instruction))
+        call = frame.pop(instruction)
+        items = _items_of(call)
         loop = found[place]
         end = places.get(loop.argval) if loop.opname == "FOR_ITER" else None
         back = None if end is None else found[end - 1]
@@ -202,6 +203,10 @@ def _straightened(frame: _Frame) -> Iterator[dis.Instruction]:
         for pair in items:
             frame.stack.append(pair)
             yield from body
+        (method,) = call.values  # type: ignore[union-attr]
+        (owner,) = method.values  # type: ignore[union-attr]
+        if any(owner in step.values for step in frame.steps if step is not method):
+            raise frame.unsupported(instruction, "the dict may change meanwhile")
         place = end + (found[end].opname == "END_FOR") * (2 if sys.version_info >= (3, 13) else 1)
 
 

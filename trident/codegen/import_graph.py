@@ -372,6 +372,8 @@ class _Importer:
                 arguments.append(Slot(len(operands)))
                 operands.append(self._tensor(value))
         grids: Any = node.kwargs["grid"]
+        if not all(grids):
+            raise UnsupportedGraph("the grid of a kernel has no sizes")
         sizes = tuple(tuple(map(number, (*grid, 1, 1)[:3])) for grid in grids)
 
         def bind(kinds: tuple[str, ...], grids: tuple[triton.Grid, ...]) -> triton.Launch:

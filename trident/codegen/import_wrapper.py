@@ -249,11 +249,14 @@ class _Importer:
         """Statements with a CUDA device as the current one."""
         function = self._function(call.func)
         index = self._expression(call.args[0]) if len(call.args) == 1 else None
-        if self._known.get(function) != "device_guard" or type(index) is not int or index < 0:
+        is_guard = self._known.get(function) == "device_guard" and not call.keywords
+        if not is_guard or type(index) is not int or index < 0:
             raise UnsupportedGraph("a region that is not known")
         self.emitter.step("device_enter", index=index)
         self._devices.append(index)
         for statement in body:
+            if self._returned:
+                raise UnsupportedGraph("it goes on after its return")
             self._statement(statement)
         if not self._returned:
             self.emitter.step("device_exit")
@@ -396,6 +399,8 @@ class _Importer:
                 source = self._expression(value)
                 items = source.items if isinstance(source, _Several) else source
                 if isinstance(items, list) and index < len(items):
+                    if items[index] is _DROPPED:
+                        raise UnsupportedGraph("a number that an operator returns")
                     return items[index]
                 if isinstance(source, _Dimensions) and index >= 0:
                     return self.emitter.integer_step(source.step, [source.tensor], index=index)
@@ -623,13 +628,13 @@ class _Importer:
 
     def stream(self, node: ast.Call, function: Any) -> _Stream:
         index = self._expression(node.args[0]) if len(node.args) == 1 else None
-        if type(index) is not int or not self._devices or index != self._devices[-1]:
+        if node.keywords or type(index) is not int or index not in self._devices[-1:]:
             raise UnsupportedGraph("the stream of another device")
         return _Stream(index)
 
     def set_device(self, node: ast.Call, function: Any) -> None:
         index = self._expression(node.args[0]) if len(node.args) == 1 else None
-        if not self._devices or index != self._devices[-1]:
+        if node.keywords or type(index) is not int or index not in self._devices[-1:]:
             raise UnsupportedGraph("it changes the device")
 
     def device_guard(self, node: ast.Call, function: Any) -> None:
@@ -641,7 +646,8 @@ class _Importer:
         given = [self._expression(argument) for argument in node.args]
         keywords = {k.arg: self._expression(k.value) for k in node.keywords}
         stream = keywords.pop("stream", None)
-        if keywords or not isinstance(stream, _Stream) or stream.device != self._devices[-1]:
+        known = isinstance(stream, _Stream) and stream.device in self._devices[-1:]
+        if keywords or not known:
             raise UnsupportedGraph("a launch with other arguments")
         if len(given) != len(kernel.names):
             raise UnsupportedGraph(f"{kernel.name} takes {len(kernel.names)} arguments")
@@ -760,8 +766,14 @@ class _Importer:
         line = self._line(node)
         call = Call(operator, arguments, returns, line, is_factory=False, by_overload=by_overload)
         items = emit_call(self.emitter, call, operands, integers)
+        items = [
+            _DROPPED if count == NO_TENSOR else item
+            for item, count in zip(items, returns, strict=True)
+        ]
         if not items:
             return None
+        if items == [_DROPPED]:
+            raise UnsupportedGraph(f"{operator} returns a number")
         return items[0] if len(items) == 1 else _Several(items)
 
     def _argument(
@@ -810,6 +822,7 @@ class _Importer:
 
 
 _NOTHING: Any = object()
+_DROPPED: Any = object()  # a number that an operator returns
 _DEEPEST = 16
 # The step, and whether its operands are the other way round.
 _REQUIRED: dict[type[ast.cmpop], tuple[str, bool]] = {

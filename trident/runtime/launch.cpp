@@ -76,7 +76,7 @@ bool pack(const ProgramLaunch &launch, const LaunchParameter &parameter, const a
   switch (parameter.type) {
   case LaunchParameter::Type::pointer:
     *out = slots[place].defined() ? reinterpret_cast<uint64_t>(slots[place].data_ptr()) : 0;
-    return true;
+    return !is_cuda_ || !slots[place].defined() || slots[place].is_cuda(); /* of others Triton asks the driver */
   case LaunchParameter::Type::i32:
     *out = static_cast<uint64_t>(integers[place]);
     return integers[place] >= std::numeric_limits<int32_t>::min() &&

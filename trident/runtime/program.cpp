@@ -399,12 +399,18 @@ bool facts_hold(HostProgram *program) {
     const ProgramFact fact = program->facts[number];
     if (fact.key != nullptr && PyList_Check(fact.container)) {
       const Py_ssize_t i = PyLong_AsSsize_t(fact.key);
-      if (i >= PyList_GET_SIZE(fact.container) || PyList_GET_ITEM(fact.container, i) != fact.value) return false;
+      const bool is_there = i < PyList_GET_SIZE(fact.container);
+      if (is_there != (fact.value != nullptr)) return false;
+      if (is_there && !is_same(PyList_GET_ITEM(fact.container, i), fact.value)) return false;
       continue;
     }
     if (fact.key == nullptr) {
       const bool is_list = PyList_Check(fact.container);
       const Py_ssize_t size = is_list ? PyList_GET_SIZE(fact.container) : PyDict_GET_SIZE(fact.container);
+      if (fact.value != nullptr) {
+        if (size != PyLong_AsSsize_t(fact.value)) return false;
+        continue;
+      }
       if (is_list ? size != 0 : size < fact.size) return false;
       program->facts[number].size = size;
       continue;
@@ -1012,6 +1018,10 @@ int32_t trident_get_storage_offset(PyObject *tensor, PyObject *, PyObject **out)
 
 void trident_program_call(ProgramState *state, int32_t index, int32_t step) {
   state->step = step;
+  if (!state->tuned.empty()) { /* the operator may be Python's, and look at it */
+    pybind11::gil_scoped_acquire gil;
+    if (!note_launches(state)) throw python_error();
+  }
   const ProgramCall &call = state->program->calls[index];
   torch::jit::Stack stack;
   stack.reserve(call.arguments.size());

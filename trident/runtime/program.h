@@ -104,8 +104,8 @@ struct ProgramCheck {
 };
 
 /* What must be so where a program starts, or stock runs the frame: the dict has this value under the key (null:
- * none), or the list has it at that place; or (key null) the list is empty, or the dict has no fewer items than it
- * had. The program keeps them. */
+ * none), or the list has it at that place (null: is no longer); or (key null) the list is empty, or the dict has as
+ * many items as the value says, or, without one, no fewer than it had. The program keeps them. */
 struct ProgramFact {
   PyObject *container, *key, *value;
   Py_ssize_t size;
