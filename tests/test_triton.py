@@ -1012,42 +1012,36 @@ def test_heuristics() -> None:
     check(f, *((ones(n),) for n in (10, 20, 50)), dynamic=True)
 
 
-def test_autotuned_heuristics() -> None:
-    @triton.autotune([triton.Config({"BLOCK": b}) for b in (32, 64)], key=["n"])
-    @triton.heuristics({"EVEN": lambda given: given["BLOCK"] == 64})
-    @triton.jit
-    def kernel(x, out, n, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        v = tl.load(x + at, mask=at < n)
-        if EVEN:
-            v = v * 2
-        tl.store(out + at, v, mask=at < n)
+def doubled_if_even(x, out, n, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + at, mask=at < n)
+    if EVEN:
+        v = v * 2
+    tl.store(out + at, v, mask=at < n)
 
+
+def caller_of(kernel: Any) -> Any:
     def f(x: Any) -> Any:
         out = torch.empty_like(x)
         kernel[blocks(x.numel())](x, out, x.numel())
         return out
 
+    return f
+
+
+tunes_by_size = triton.autotune([triton.Config({"BLOCK": b}) for b in (32, 64)], key=["n"])
+
+
+def test_autotuned_heuristics() -> None:
+    decides = triton.heuristics({"EVEN": lambda given: given["BLOCK"] == 64})
+    f = caller_of(tunes_by_size(decides(triton.jit(doubled_if_even))))
     check(f, *((ones(n),) for n in (50, 60, 100)))
     check(f, *((ones(n),) for n in (50, 60, 100)), dynamic=True)
 
 
 def test_heuristics_over_an_autotuner() -> None:
-    @triton.heuristics({"EVEN": lambda given: given["n"] % 2 == 0})
-    @triton.autotune([triton.Config({"BLOCK": b}) for b in (32, 64)], key=["n"])
-    @triton.jit
-    def kernel(x, out, n, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        v = tl.load(x + at, mask=at < n)
-        if EVEN:
-            v = v * 2
-        tl.store(out + at, v, mask=at < n)
-
-    def f(x: Any) -> Any:
-        out = torch.empty_like(x)
-        kernel[blocks(x.numel())](x, out, x.numel())
-        return out
-
+    decides = triton.heuristics({"EVEN": lambda given: given["n"] % 2 == 0})
+    f = caller_of(decides(tunes_by_size(triton.jit(doubled_if_even))))
     check(f, *((ones(n),) for n in (50, 61, 100)))
 
 
@@ -1867,3 +1861,23 @@ def test_a_choice_that_an_operator_sees() -> None:
             compiled(ones(10))
     assert 7 not in seen
     assert len(set(seen)) == 1
+
+
+def test_descriptors_are_made_by_stock(monkeypatch: Any) -> None:
+    """With what its own launch is called with: nothing is added to torch's tables of kernels.
+    (Dynamo takes host-side descriptors only where there is CUDA.)"""
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    from trident.capture.triton import Row, UserLaunch, stock_of
+
+    calls = []
+    monkeypatch.setattr(wrap, "triton_kernel_wrapper_mutation", lambda **given: calls.append(given))
+    metadata = {"x": ("stable", ([16],))}
+    node = {"kernel_idx": 4, "constant_args_idx": 5, "tma_descriptor_metadata": metadata, "grid": 1}
+    launch = UserLaunch(
+        None, ("x",), ("tensor",), {"n": 3}, ((Row(1), 2, 1),), stock_of(node, {"m": 2})
+    )
+    x = ones(3)
+    assert launch([x], [0, 7]) is None
+    kwargs = {"m": 2, "x": x}
+    assert calls == [{**node, "grid": [(7, 2, 1)], "kwargs": kwargs}]

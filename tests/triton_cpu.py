@@ -89,7 +89,7 @@ class _OnPointers(GridExecutor):
         pass
 
 
-def _flat(kinds, values=None):
+def _flat(kinds):
     """(path, type) of the parameters of a signature; tuples are their items."""
     for path, kind in kinds:
         if isinstance(kind, tuple):

@@ -70,14 +70,19 @@ def is_launch(target: Any) -> bool:
     return module is not None and target is module.triton_kernel_wrapper_mutation
 
 
-def described_by(given: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The kernel, the constant arguments and the tensor descriptors of a launch, from the keyword
-    arguments of its node."""
+def described_by(given: Any) -> tuple[Any, dict[str, Any]]:
+    """The kernel and the constant arguments of a launch, from the keyword arguments of its node."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table as table
 
     constants = table.get_constant_args(given["constant_args_idx"])
-    descriptors = dict(given["tma_descriptor_metadata"])
-    return table.get_kernel(given["kernel_idx"]), dict(constants), descriptors
+    return table.get_kernel(given["kernel_idx"]), dict(constants)
+
+
+def stock_of(given: Any, fixed: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of stock's launch, without a grid and with those arguments of the
+    kernel that are `fixed`."""
+    names = ("kernel_idx", "constant_args_idx", "tma_descriptor_metadata")
+    return {**{name: given[name] for name in names}, "kwargs": fixed}
 
 
 class Launch(Protocol):
@@ -158,14 +163,15 @@ _COMPILATION_KNOBS = ("instrumentation_mode", "fpsan_homomorphic_casts")
 class UserLaunch:
     """A launch of `kernel` of the user's, a ``JITFunction`` or an ``Autotuner`` of one: of the
     arguments `names`, which vary, and of `constants`; on one of `grids`, one per configuration of
-    an autotuner. `kinds`: for each of `names` "tensor", "integer" or "real"."""
+    an autotuner. `kinds`: for each of `names` "tensor", "integer" or "real". `stock`: what
+    :func:`stock_of` returns."""
 
     kernel: Any
     names: tuple[str, ...]
     kinds: tuple[str, ...]
     constants: dict[str, Any]
     grids: tuple[Grid, ...]
-    descriptors: dict[str, Any] = dataclasses.field(default_factory=dict)
+    stock: dict[str, Any]
     _kept: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -236,10 +242,14 @@ class UserLaunch:
     def __call__(self, values: list[Any], rows: list[int]) -> tuple[Any, ...] | None:
         """Launches as stock does; returns a variant for launches like this one (see launch.h)."""
         grids = [tuple(rows[n.number] if isinstance(n, Row) else n for n in g) for g in self.grids]
-        given = {**dict(zip(self.names, values, strict=True)), **self.constants}
-        if self.descriptors:
-            _run_stock(self.kernel, grids, self.descriptors, given)
+        varying = dict(zip(self.names, values, strict=True))
+        if self.stock["tma_descriptor_metadata"]:  # stock's function makes descriptors of tensors
+            from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+            kwargs = {**self.stock["kwargs"], **varying}
+            triton_kernel_wrapper_mutation(**{**self.stock, "grid": grids, "kwargs": kwargs})
             return None
+        given = {**varying, **self.constants}
         grid = grids[0] if len(grids) == 1 else _grid_function(self.kernel, grids)
         # As stock orders them.
         arguments, rest = [], dict(given)
@@ -270,30 +280,15 @@ class UserLaunch:
             if len(self.grids) > 1:
                 numbers = [(i,) for i in range(len(self.grids))]
                 (number,) = _grid_function(self.kernel, numbers)(config.all_kwargs())
-        places = {name: i for i, name in enumerate(self.names)}
-        kinds = dict(self._named_kinds())
+        varying = {name: (i, kind) for i, (name, kind) in enumerate(self._named_kinds())}
         defaults = {p.name: p.default for p in jit.params if p.has_default}
         chosen = {} if config is None else config.kwargs
-
-        def parameter(name: str, kind: Any) -> list[tuple[int, int, int]] | None:
-            if name in places:
-                how = _varying(kinds[name], kind)
-                return None if how is None else [(how, places[name], 0)]
-            for values in (self.constants, chosen, defaults):
-                if name in values:
-                    return constant(values[name], kind)
-            return None
-
         signature = getattr(getattr(compiled, "src", None), "signature", None)
         if not isinstance(signature, dict):
             return None
-        names = [name for name, kind in signature.items() if kind != "constexpr"]
-        made = [parameter(name, signature[name]) for name in names]
-        if None in made:
-            return None
-        parameters = [item for items in made if items is not None for item in items]
-        grid = [(True, n.number) if isinstance(n, Row) else (False, n) for n in self.grids[number]]
-        found = variant(compiled, parameters, grid, config)
+        constants = {**defaults, **chosen, **self.constants}
+        parameters = _parameters(signature.items(), varying, constants)
+        found = variant(compiled, parameters, self.grids[number], config)
         if found is None:
             return None
         self._kept.update({id(compiled): compiled, id(config): config})
@@ -340,24 +335,6 @@ def _grid_function(kernel: Any, grids: list[Any]) -> Callable[[dict[str, Any]], 
     return function
 
 
-def _run_stock(
-    kernel: Any, grids: list[Any], descriptors: dict[str, Any], given: dict[str, Any]
-) -> None:
-    """The launch by stock's function, which makes tensor descriptors."""
-    from torch._higher_order_ops import triton_kernel_wrap as wrap
-
-    table = wrap.kernel_side_table
-    tensors = {k: v for k, v in given.items() if isinstance(v, torch.Tensor)}
-    constants = {k: v for k, v in given.items() if k not in tensors}
-    wrap.triton_kernel_wrapper_mutation(
-        kernel_idx=table.add_kernel(kernel),
-        constant_args_idx=table.add_constant_args(constants),
-        grid=grids,
-        tma_descriptor_metadata=descriptors,
-        kwargs=tensors,
-    )
-
-
 def _varying(kind: str, signature: Any) -> int | None:
     """The type of the parameter that an argument of this kind is passed as."""
     if not isinstance(signature, str):
@@ -365,6 +342,35 @@ def _varying(kind: str, signature: Any) -> int | None:
     if kind == "tensor":
         return _POINTER if signature.startswith("*") else None
     return (_ROWS if kind == "integer" else _REALS).get(signature)
+
+
+def _parameters(
+    passed: Iterable[tuple[str, Any]],
+    varying: dict[str, tuple[int, str]],
+    constants: dict[str, Any],
+) -> list[tuple[int, int, int]] | None:
+    """The parameters for what is `passed`: names, and their types in Triton's signature. `varying`:
+    by name the number of the argument and its kind. None if it is not known how."""
+    found: list[tuple[int, int, int]] = []
+    for name, type_ in passed:
+        if type_ == "constexpr":
+            continue
+        made: list[tuple[int, int, int]] | None = None
+        if name in varying:
+            number, kind = varying[name]
+            how = _varying(kind, type_)
+            made = None if how is None else [(how, number, 0)]
+        elif name in constants:
+            made = constant(constants[name], type_)
+        if made is None:
+            return None
+        found += made
+    return found
+
+
+def _sizes(grid: Grid) -> list[tuple[bool, int]]:
+    """As a variant has them."""
+    return [(True, n.number) if isinstance(n, Row) else (False, n) for n in grid]
 
 
 def constant(value: Any, kind: Any) -> list[tuple[int, int, int]] | None:
@@ -389,18 +395,15 @@ def constant(value: Any, kind: Any) -> list[tuple[int, int, int]] | None:
 
 
 def variant(
-    compiled: Any,
-    parameters: list[tuple[int, int, int]],
-    grid: list[tuple[bool, int]],
-    config: Any,
+    compiled: Any, parameters: list[tuple[int, int, int]] | None, grid: Grid, config: Any
 ) -> tuple[Any, ...] | None:
     """What launches ``CompiledKernel`` `compiled`: see ``launch_add_variant`` in runtime/launch.h.
-    None for one that Trident leaves to Triton: with scratch memory, tensor descriptors or
-    instrumentation."""
+    None for one that Trident leaves to Triton: with unknown parameters, scratch memory, tensor
+    descriptors or instrumentation."""
     metadata = getattr(compiled, "metadata", None)
     launcher = type(getattr(compiled, "_run", None))
     known = launcher in _functions or launcher.__module__ == "triton.backends.nvidia.driver"
-    if metadata is None or not known or compiled.function is None:
+    if parameters is None or metadata is None or not known or compiled.function is None:
         return None
     scratch = ("global_scratch_size", "profile_scratch_size")
     if any(getattr(metadata, name, 0) for name in scratch):
@@ -419,7 +422,7 @@ def variant(
         metadata.num_ctas,
         bool(getattr(metadata, "launch_cooperative_grid", False)),
         bool(getattr(metadata, "launch_pdl", False)),
-        grid,
+        _sizes(grid),
         [*parameters, *scratch_parameters],
         config,
     )
@@ -429,7 +432,7 @@ def variant(
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class _Launcher:
+class Launcher:
     """A launcher that Inductor wrote: its parameters `names`, assignments, the three sizes of the
     grid, what it passes to the kernel (names, and texts of constants), and whose kernel it is."""
 
@@ -440,7 +443,7 @@ class _Launcher:
     scope: dict[str, Any]
 
 
-_launchers: weakref.WeakKeyDictionary[Any, _Launcher] = weakref.WeakKeyDictionary()
+_launchers: weakref.WeakKeyDictionary[Any, Launcher] = weakref.WeakKeyDictionary()
 
 
 def record_launchers(patches: Patches) -> None:
@@ -460,7 +463,7 @@ def record_launchers(patches: Patches) -> None:
         sizes = str(grid.x_grid), str(grid.y_grid), str(grid.z_grid)
         if isinstance(made, FunctionType) and all(len(pair) == 2 for pair in prefix):
             pairs: Any = tuple(prefix)
-            _launchers[made] = _Launcher(tuple(names), pairs, sizes, tuple(passed), scope)
+            _launchers[made] = Launcher(tuple(names), pairs, sizes, tuple(passed), scope)
         return made
 
     patches.put(kind, "_gen_launcher_code", record)
@@ -479,20 +482,7 @@ class InductorKernel:
 
     name: str
     kernel: Any
-    launcher: Any
-    made: _Launcher
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.made.names
-
-    @property
-    def prefix(self) -> tuple[tuple[str, str], ...]:
-        return self.made.prefix
-
-    @property
-    def grid(self) -> tuple[str, str, str]:
-        return self.made.grid
+    launcher: Launcher
 
 
 def inductor_kernel(name: str, kernel: Any) -> InductorKernel | None:
@@ -518,7 +508,7 @@ def inductor_kernel(name: str, kernel: Any) -> InductorKernel | None:
         raise UnsupportedGraph(f"{name} has a launcher that is not known")
     if _fast(kernel) is None:
         raise UnsupportedGraph(f"{name} is not at its last launcher yet")
-    return InductorKernel(name, kernel, launcher, made)
+    return InductorKernel(name, kernel, made)
 
 
 def _fast(kernel: Any) -> Any:
@@ -548,7 +538,7 @@ class InductorLaunch:
     @property
     def only(self) -> tuple[Any, ...]:
         """Its variant; raises UnsupportedGraph if there is none."""
-        found = self._static() if "bin" not in self.kernel.made.scope else self._compiled()
+        found = self._compiled() if "bin" in self.kernel.launcher.scope else self._static()
         if found is None:
             raise UnsupportedGraph(f"{self.kernel.name} is launched in a way that is not known")
         return found
@@ -560,7 +550,7 @@ class InductorLaunch:
         yield vars(kernel), "_cached_launcher", _fast(kernel)
         yield vars(kernel), "run", NotImplemented
         yield from _methods(type(kernel), "run")
-        if "bin" in self.kernel.made.scope:
+        if "bin" in self.kernel.launcher.scope:
             yield from knob_facts()
 
     def __call__(self, values: list[Any], rows: list[int]) -> None:
@@ -568,50 +558,37 @@ class InductorLaunch:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         self.kernel.kernel.run(*given, stream=stream)
 
-    def _parameters(self, passed: Sequence[str], kinds: Sequence[Any]) -> list[Any] | None:
-        if len(passed) != len(kinds):
+    def _parameters(self, passed: Sequence[str], types: Sequence[Any]) -> list[Any] | None:
+        if len(passed) != len(types):
             return None
-        given = dict(zip(self.kernel.names, self.arguments, strict=True))
-        found: list[Any] = []
-        for name, kind in zip(passed, kinds, strict=True):
-            if kind == "constexpr":
-                continue
-            if name not in given:
-                return None
-            value = given[name]
-            if isinstance(value, Varying):
-                how = _varying(self.kinds[value.number], kind)
-                made = None if how is None else [(how, value.number, 0)]
-            else:
-                made = constant(value, kind)
-            if made is None:
-                return None
-            found += made
-        return found
-
-    def _grid(self) -> list[tuple[bool, int]]:
-        return [(True, n.number) if isinstance(n, Row) else (False, n) for n in self.grid]
+        given = dict(zip(self.kernel.launcher.names, self.arguments, strict=True))
+        varying = {
+            name: (value.number, self.kinds[value.number])
+            for name, value in given.items()
+            if isinstance(value, Varying)
+        }
+        return _parameters(zip(passed, types, strict=True), varying, given)
 
     def _static(self) -> tuple[Any, ...] | None:
         """torch.inductor's own launcher: ``StaticallyLaunchedCudaKernel``."""
-        made = self.kernel.made
+        made = self.kernel.launcher
         kernel: Any = getattr(made.scope.get("runner"), "__self__", None)
         known = type(kernel).__name__ == "StaticallyLaunchedCudaKernel"
         if not known or made.passed[:4] != ("grid_0", "grid_1", "grid_2", "stream"):
             return None
-        kinds = [_STATIC_TYPES.get(letter) for letter in kernel.arg_tys]
-        parameters = self._parameters(made.passed[4:], kinds)
-        if parameters is None or kernel.function is None or None in kinds:
+        types = [_STATIC_TYPES.get(letter) for letter in kernel.arg_tys]
+        parameters = self._parameters(made.passed[4:], types)
+        if parameters is None or kernel.function is None:
             return None
         scratch = [kernel.has_global_scratch, kernel.has_profile_scratch]
         parameters += [(_CONSTANT, -1, 0)] * sum(scratch)
         threads = 32 * kernel.num_warps
         shape = (kernel.function, threads, kernel.shared, 1, False, False)
-        return (*shape, self._grid(), parameters, None, [])
+        return (*shape, _sizes(self.grid), parameters, None, [])
 
     def _compiled(self) -> tuple[Any, ...] | None:
         """Triton's own."""
-        made = self.kernel.made
+        made = self.kernel.launcher
         compiled = made.scope["bin"]
         signature = getattr(getattr(compiled, "src", None), "signature", None)
         names = getattr(compiled.src.fn, "arg_names", None)
@@ -628,9 +605,7 @@ class InductorLaunch:
                 return None
         # The seventh is for the hooks, of which there are none: see `knob_facts`.
         parameters = self._parameters(made.passed[9:], list(signature.values()))
-        found = None
-        if parameters is not None:
-            found = variant(compiled, parameters, self._grid(), None)
+        found = variant(compiled, parameters, self.grid, None)
         return None if found is None else (*found, [])
 
 

@@ -41,6 +41,22 @@ class Slot:
 
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class Operands:
+    """The operands of a step, as they are added: tensors, and integers that are computed."""
+
+    tensors: list[ir.Value] = dataclasses.field(default_factory=list)
+    integers: list[ir.Value] = dataclasses.field(default_factory=list)
+
+    def tensor(self, value: ir.Value) -> Slot:
+        self.tensors.append(value)
+        return Slot(len(self.tensors) - 1)
+
+    def integer(self, value: ir.Value) -> Slot:
+        self.integers.append(value)
+        return Slot(len(self.integers) - 1, is_integer=True)
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class Call:
     """An operator call: per argument of the schema (kind, value) with kinds "constant", "default",
     "tensor" (a Slot), "number" (as a tensor: the number, and a dtype if not its own), "tensors" and
@@ -151,16 +167,14 @@ def _one_per_item(node: torch.fx.Node, first: dict[Any, torch.fx.Node]) -> torch
     return first.setdefault(node.args, node) if node.target is operator.getitem else node
 
 
-def emit_call(
-    emitter: Emitter, call: Call, operands: list[ir.Value], integers: list[ir.Value]
-) -> list[Any]:
+def emit_call(emitter: Emitter, call: Call, operands: Operands) -> list[Any]:
     """Append `call`; per return of its schema a tensor, or the list of those that it returns."""
     line = call.line
     counts = [0 if count == NO_TENSOR else 1 if count is None else count for count in call.returns]
     results = emitter.step(
         "operator",
-        operands,
-        integers=integers,
+        operands.tensors,
+        integers=operands.integers,
         results=sum(counts),
         operator=str(call.operator),
         object=emitter.program.objects.add(call, call.text()),
@@ -180,15 +194,13 @@ def emit_call(
 NO_TENSOR = -1  # what an operator returns there is dropped
 
 
-def emit_launch(
-    emitter: Emitter, call: LaunchCall, kernel: Any, operands: list[ir.Value], integers: list[Any]
-) -> None:
+def emit_launch(emitter: Emitter, call: LaunchCall, kernel: Any, operands: Operands) -> None:
     """Append `call`."""
     name = getattr(getattr(kernel, "fn", None), "__name__", "kernel")
     emitter.step(
         "launch",
-        operands,
-        integers=integers,
+        operands.tensors,
+        integers=operands.integers,
         object=emitter.program.objects.add(call, f"{name}{call.grids[0]}"),
         label=emitter.label(f"{call.line.file}:{call.line.line} in {call.line.function}"),
     )
@@ -314,15 +326,12 @@ class _Importer:
 
     def _call(self, node: torch.fx.Node, target: Any) -> None:
         schema = target._schema
-        operands: list[ir.Value] = []
-        integers: list[ir.Value] = []
+        operands = Operands()
 
         def slot(value: Any, *, number: bool = False) -> Slot:
             if number:
-                integers.append(self._integer(value))
-                return Slot(len(integers) - 1, is_integer=True)
-            operands.append(self._tensor(value))
-            return Slot(len(operands) - 1)
+                return operands.integer(self._integer(value))
+            return operands.tensor(self._tensor(value))
 
         arguments = [
             _argument(target, argument, node, position, slot)
@@ -331,7 +340,7 @@ class _Importer:
         counts = self._returns(node, schema)
         line = line_of(node)
         call = Call(target, arguments, counts, line, _is_factory(node, target))
-        items = emit_call(self.emitter, call, operands, integers)
+        items = emit_call(self.emitter, call, operands)
         self._tensors[node] = items[0] if len(items) == 1 else items
 
     def _returns(self, node: torch.fx.Node, schema: Any) -> list[int | None]:
@@ -347,40 +356,35 @@ class _Importer:
 
     def _launch(self, node: torch.fx.Node) -> None:
         """A call of a user's kernel: torch._higher_order_ops.triton_kernel_wrap."""
-        kernel, constants, descriptors = triton.described_by(node.kwargs)
-        operands: list[ir.Value] = []
-        integers: list[ir.Value] = []
-        names: list[str] = []
-        arguments: list[Slot] = []
-
-        def number(value: Any) -> int | Slot:
-            if type(value) is int:
-                return value
-            integers.append(self._integer(value))
-            return Slot(len(integers) - 1, is_integer=True)
-
+        kernel, constants = triton.described_by(node.kwargs)
+        operands = Operands()
+        varying: dict[str, Slot] = {}
+        fixed: dict[str, Any] = {}
         passed: Any = node.kwargs["kwargs"]
         for name, value in passed.items():
-            if not isinstance(value, torch.fx.Node):
-                constants[name] = value
-                continue
-            names.append(name)
-            if _is_number(value):
-                arguments.append(Slot(len(integers), is_integer=True))
-                integers.append(self._integer(value))
+            if not _has_node(value):
+                fixed[name] = value
+            elif _is_number(value):
+                varying[name] = operands.integer(self._integer(value))
             else:
-                arguments.append(Slot(len(operands)))
-                operands.append(self._tensor(value))
+                varying[name] = operands.tensor(self._tensor(value))
         grids: Any = node.kwargs["grid"]
         if not all(grids):
             raise UnsupportedGraph("the grid of a kernel has no sizes")
-        sizes = tuple(tuple(map(number, (*grid, 1, 1)[:3])) for grid in grids)
+        stock = triton.stock_of(node.kwargs, fixed)
+        if _has_node(list(stock["tma_descriptor_metadata"].values())):
+            raise UnsupportedGraph("a tensor descriptor has sizes that are computed")
+
+        def size(value: Any) -> int | Slot:
+            return value if type(value) is int else operands.integer(self._integer(value))
 
         def bind(kinds: tuple[str, ...], grids: tuple[triton.Grid, ...]) -> triton.Launch:
-            return triton.UserLaunch(kernel, tuple(names), kinds, constants, grids, descriptors)
+            names = tuple(varying)
+            return triton.UserLaunch(kernel, names, kinds, {**constants, **fixed}, grids, stock)
 
-        call = LaunchCall(tuple(arguments), sizes, bind, line_of(node))
-        emit_launch(self.emitter, call, kernel, operands, integers)
+        sizes = tuple(tuple(map(size, (*grid, 1, 1)[:3])) for grid in grids)
+        call = LaunchCall(tuple(varying.values()), sizes, bind, line_of(node))
+        emit_launch(self.emitter, call, kernel, operands)
 
     def getitem(self, node: torch.fx.Node) -> None:
         """One of the tensors that an operator returned."""

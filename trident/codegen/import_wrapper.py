@@ -26,6 +26,7 @@ from trident.codegen.import_graph import (
     Call,
     Inference,
     LaunchCall,
+    Operands,
     Signature,
     Slot,
     emit_call,
@@ -174,8 +175,6 @@ class _Importer:
                 )
                 self.inputs.append(position)
         for statement in statements:
-            if self._returned:
-                raise UnsupportedGraph("it goes on after its return")
             try:
                 self._statement(statement)
             except UnsupportedGraph as error:
@@ -208,6 +207,8 @@ class _Importer:
         return found | {aliases[name] for name in symbols}
 
     def _statement(self, statement: ast.stmt) -> None:
+        if self._returned:
+            raise UnsupportedGraph("it goes on after its return")
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 made = self._expression(value)
@@ -247,20 +248,22 @@ class _Importer:
 
     def _region(self, call: ast.Call, body: list[ast.stmt]) -> None:
         """Statements with a CUDA device as the current one."""
-        function = self._function(call.func)
-        index = self._expression(call.args[0]) if len(call.args) == 1 else None
-        is_guard = self._known.get(function) == "device_guard" and not call.keywords
-        if not is_guard or type(index) is not int or index < 0:
+        index = self._device_of(call)
+        if self._known.get(self._function(call.func)) != "device_guard" or index is None:
             raise UnsupportedGraph("a region that is not known")
         self.emitter.step("device_enter", index=index)
         self._devices.append(index)
         for statement in body:
-            if self._returned:
-                raise UnsupportedGraph("it goes on after its return")
             self._statement(statement)
         if not self._returned:
             self.emitter.step("device_exit")
         self._devices.pop()
+
+    def _device_of(self, call: ast.Call) -> int | None:
+        """The index of the device that is the only argument of a call; None for other calls."""
+        index = self._expression(call.args[0]) if len(call.args) == 1 else None
+        is_device = type(index) is int and index >= 0 and not call.keywords
+        return index if is_device else None
 
     def _require(self, condition: ast.expr) -> None:
         """Stock runs the graph, and raises, where this does not hold of the inputs' sizes."""
@@ -526,7 +529,7 @@ class _Importer:
             kind = self._known.get(function)
         except TypeError:
             kind = None
-        if kind is not None:
+        if kind in _CALLS:
             return _CALLS[kind](self, node, function)
         if function in (max, min) and not node.keywords and len(node.args) > 1:
             values = [self._expression(argument) for argument in node.args]
@@ -557,29 +560,23 @@ class _Importer:
         self._has_run = True
         if len(node.args) != len(kernel.types) or node.keywords:
             raise UnsupportedGraph(f"a kernel takes {len(kernel.types)} arguments")
-        tensors: list[ir.Value] = []
-        integers: list[ir.Value] = []
+        operands = Operands()
         arguments: list[int | Slot] = []
         for argument, kind in zip(node.args, kernel.types, strict=True):
             kind = kind.replace("const ", "").strip()
             if kind.endswith("*"):
-                tensors.append(self._tensor(argument))
-                arguments.append(Slot(len(tensors) - 1))
+                arguments.append(operands.tensor(self._tensor(argument)))
                 continue
             value = self._expression(argument)
             if kind != "int64_t":
                 raise UnsupportedGraph(f"a kernel takes a {kind}")
-            if type(value) is int and -(2**63) <= value < 2**63:
-                arguments.append(value)
-            else:
-                integers.append(self._integer(value))
-                arguments.append(Slot(len(integers) - 1, is_integer=True))
+            arguments.append(self._number(value, operands))
         line = self._line(node)
         call = KernelCall(kernel, tuple(arguments), line)
         self.emitter.step(
             "kernel",
-            tensors,
-            integers=integers,
+            operands.tensors,
+            integers=operands.integers,
             object=self.emitter.program.objects.add(call, kernel.name),
             label=self.emitter.label(f"{line.file}:{line.line}"),
         )
@@ -588,22 +585,23 @@ class _Importer:
         self, nodes: list[ast.expr], dtype: torch.dtype | None = None
     ) -> tuple[Layout, list[ir.Value]]:
         """Of sizes, strides and perhaps an offset; and the integers that its Slots are."""
-        integers: list[ir.Value] = []
+        operands = Operands()
         numbers: list[int | Slot] = []
         lengths: list[int] = []
         for node in nodes:
             value = self._expression(node)
             values = value if isinstance(value, (tuple, list)) else (value,)
             lengths.append(len(values))
-            for number in values:
-                if type(number) is int and -(2**63) <= number < 2**63:
-                    numbers.append(number)
-                else:
-                    integers.append(self._integer(number))
-                    numbers.append(Slot(len(integers) - 1, is_integer=True))
+            numbers += [self._number(number, operands) for number in values]
         if lengths[0] != lengths[1]:
             raise UnsupportedGraph("a layout with more sizes or strides than the other")
-        return Layout(tuple(numbers), dtype), integers
+        return Layout(tuple(numbers), dtype), operands.integers
+
+    def _number(self, value: Any, operands: Operands) -> int | Slot:
+        """An int as it is, or the Slot of one that is computed."""
+        if type(value) is int and -(2**63) <= value < 2**63:
+            return value
+        return operands.integer(self._integer(value))
 
     def empty_strided(self, node: ast.Call, function: Any) -> ir.Value:
         if len(node.args) != 3 or node.keywords:
@@ -627,18 +625,14 @@ class _Importer:
         return tensor
 
     def stream(self, node: ast.Call, function: Any) -> _Stream:
-        index = self._expression(node.args[0]) if len(node.args) == 1 else None
-        if node.keywords or type(index) is not int or index not in self._devices[-1:]:
+        index = self._device_of(node)
+        if index is None or index not in self._devices[-1:]:
             raise UnsupportedGraph("the stream of another device")
         return _Stream(index)
 
     def set_device(self, node: ast.Call, function: Any) -> None:
-        index = self._expression(node.args[0]) if len(node.args) == 1 else None
-        if node.keywords or type(index) is not int or index not in self._devices[-1:]:
+        if self._device_of(node) not in self._devices[-1:]:
             raise UnsupportedGraph("it changes the device")
-
-    def device_guard(self, node: ast.Call, function: Any) -> None:
-        raise UnsupportedGraph("a region that is not known")
 
     def _launch(self, kernel: triton.InductorKernel, node: ast.Call) -> None:
         """``kernel.run(…, stream=stream0)``."""
@@ -649,45 +643,33 @@ class _Importer:
         known = isinstance(stream, _Stream) and stream.device in self._devices[-1:]
         if keywords or not known:
             raise UnsupportedGraph("a launch with other arguments")
-        if len(given) != len(kernel.names):
-            raise UnsupportedGraph(f"{kernel.name} takes {len(kernel.names)} arguments")
-        operands: list[ir.Value] = []
-        integers: list[ir.Value] = []
+        launcher = kernel.launcher
+        if len(given) != len(launcher.names):
+            raise UnsupportedGraph(f"{kernel.name} takes {len(launcher.names)} arguments")
+        operands = Operands()
         slots: list[Slot] = []
-        fixed: list[Any] = []
-
-        def number(value: Any) -> int | Slot:
-            if type(value) is int:
-                return value
-            integers.append(self._integer(value))
-            return Slot(len(integers) - 1, is_integer=True)
-
+        arguments: list[Any] = []
         for value in given:
             if not _is_value(value):
-                fixed.append(value)
+                arguments.append(value)
                 continue
-            fixed.append(triton.Varying(len(slots)))
-            if _is_integer(value):
-                number(value)
-                slots.append(Slot(len(integers) - 1, is_integer=True))
-            else:
-                operands.append(value)
-                slots.append(Slot(len(operands) - 1))
+            arguments.append(triton.Varying(len(slots)))
+            slots.append(operands.integer(value) if _is_integer(value) else operands.tensor(value))
         outside = self._locals
-        self._locals = dict(zip(kernel.names, given, strict=True))
+        self._locals = dict(zip(launcher.names, given, strict=True))
         try:
-            for name, text in kernel.prefix:
+            for name, text in launcher.prefix:
                 self._locals[name] = self._expression(ast.parse(text, mode="eval").body)
-            sizes = [self._expression(ast.parse(t, mode="eval").body) for t in kernel.grid]
+            sizes = [self._expression(ast.parse(t, mode="eval").body) for t in launcher.grid]
         finally:
             self._locals = outside
-        grid = tuple(map(number, sizes))
+        grid = tuple(self._number(size, operands) for size in sizes)
 
         def bind(kinds: tuple[str, ...], grids: tuple[triton.Grid, ...]) -> triton.Launch:
-            return triton.InductorLaunch(kernel, tuple(fixed), kinds, grids[0], stream.device)
+            return triton.InductorLaunch(kernel, tuple(arguments), kinds, grids[0], stream.device)
 
         call = LaunchCall(tuple(slots), (grid,), bind, self._line(node))
-        emit_launch(self.emitter, call, kernel.kernel, operands, integers)
+        emit_launch(self.emitter, call, kernel.kernel, operands)
 
     def reinterpret(self, node: ast.Call, function: Any) -> ir.Value:
         if len(node.args) != 4 or node.keywords:
@@ -750,11 +732,9 @@ class _Importer:
             if argument.name in given:
                 raise UnsupportedGraph(f"{operator} gets its argument {argument.name} twice")
             given[argument.name] = value
-        operands: list[ir.Value] = []
-        integers: list[ir.Value] = []
+        operands = Operands()
         arguments = [
-            self._argument(operator, a, given.pop(a.name, None), operands, integers)
-            for a in schema.arguments
+            self._argument(operator, a, given.pop(a.name, None), operands) for a in schema.arguments
         ]
         if given:
             raise UnsupportedGraph(f"{operator} has no argument {next(iter(given))}")
@@ -765,7 +745,7 @@ class _Importer:
             returns.append(None if str(result.type) == "Tensor" else NO_TENSOR)
         line = self._line(node)
         call = Call(operator, arguments, returns, line, is_factory=False, by_overload=by_overload)
-        items = emit_call(self.emitter, call, operands, integers)
+        items = emit_call(self.emitter, call, operands)
         items = [
             _DROPPED if count == NO_TENSOR else item
             for item, count in zip(items, returns, strict=True)
@@ -781,8 +761,7 @@ class _Importer:
         operator: Any,
         argument: Any,
         node: ast.expr | None,
-        operands: list[ir.Value],
-        integers: list[ir.Value],
+        operands: Operands,
     ) -> tuple[str, Any]:
         if node is None:
             if not argument.has_default_value():
@@ -794,14 +773,10 @@ class _Importer:
         def operand(item: Any) -> Slot:
             if not _is_value(item) or _is_integer(item):
                 raise UnsupportedGraph(f"{operator} gets no tensor as {argument.name}")
-            operands.append(item)
-            return Slot(len(operands) - 1)
+            return operands.tensor(item)
 
         def number(item: Any) -> Any:
-            if not _is_value(item):
-                return item
-            integers.append(self._integer(item))
-            return Slot(len(integers) - 1, is_integer=True)
+            return operands.integer(self._integer(item)) if _is_value(item) else item
 
         if kind in ("Tensor", "Optional[Tensor]") and value is not None:
             if type(value) in (bool, int, float, complex):
@@ -845,7 +820,6 @@ _CALLS: dict[str, Callable[[_Importer, ast.Call, Any], Any]] = {
     "align": _Importer.align,
     "stream": _Importer.stream,
     "set_device": _Importer.set_device,
-    "device_guard": _Importer.device_guard,
     "reinterpret": _Importer.reinterpret,
     "check_layout": _Importer.check_layout,
     "check_alignment": _Importer.check_alignment,

@@ -398,13 +398,10 @@ def _add_launches(native: Any, table: ProgramTable) -> None:
         return
     if table.launches:
         triton.use_driver()
-    facts: dict[Any, triton.Fact] = {}
     for arguments, launch in table.launches:
         native.add_launch(arguments, launch, launch.autotuner, launch.only)
         for fact in launch.facts():
-            facts.setdefault((id(fact[0]), fact[1]), fact)
-    for fact in facts.values():
-        native.add_fact(*fact)
+            native.add_fact(*fact)
     empty = triton.empty_strided_cuda() if "trident_program_empty_cuda" in names else 0
     launches = (launch for _, launch in table.launches)
     native.set_launches(empty, *triton.allocator_set_by_stock(launches))

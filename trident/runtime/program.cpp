@@ -452,12 +452,9 @@ bool note_launches(ProgramState *state) {
     PyObject *value;
     if (argument.kind == LaunchArgument::Kind::tensor) {
       value = THPVariable_Wrap(state->slots[argument.place]);
-    } else if (argument.kind == LaunchArgument::Kind::integer) {
-      value = PyLong_FromLongLong(state->integers[argument.place]);
     } else {
-      double number;
-      std::memcpy(&number, &state->integers[argument.place], sizeof(number));
-      value = PyFloat_FromDouble(number);
+      const c10::Scalar found = number(state->program, argument.place, state->integers);
+      value = found.isFloatingPoint() ? PyFloat_FromDouble(found.toDouble()) : PyLong_FromLongLong(found.toLong());
     }
     if (value == nullptr) throw python_error();
     arguments.append(py::reinterpret_steal<py::object>(value));
@@ -797,8 +794,14 @@ bool program_add_check(HostProgram *program, int layout, int64_t alignment, PyOb
 }
 
 bool program_add_fact(HostProgram *program, PyObject *container, PyObject *key, PyObject *value) {
-  for (const ProgramFact &fact : program->facts)
-    if (fact.container == container && fact.key == key && fact.value == value) return true;
+  for (size_t i = 0; i < program->facts.size(); i++) { /* as in facts_hold */
+    const ProgramFact fact = program->facts[i];
+    if (fact.container != container || fact.value != value) continue;
+    if (fact.key == key) return true;
+    const int same = fact.key == nullptr || key == nullptr ? 0 : PyObject_RichCompareBool(fact.key, key, Py_EQ);
+    if (same < 0) return false;
+    if (same != 0) return true;
+  }
   for (PyObject *object : {container, key, value})
     if (object != nullptr && PyList_Append(program->kept, object) < 0) return false;
   program->facts.push_back({container, key, value, 0, 0});
