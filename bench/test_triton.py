@@ -325,25 +325,8 @@ def test_triton_liger_layer(benchmark: Any, record: Record) -> None:
         return norms[1](h + x), a, b, liger_swiglu(gate, up)
 
     x = torch.randn(1, 1, 1024, **make)
-    names = ("stock", "Trident")
+    keep(record, compare(layer, (x,), names=("stock", "Trident"), round_s=0.01))
     benchmark(layer, x)
-    options = [Variant("f(x)", {"f": layer, "x": x}, idle)]
-    compiled = {name: torch.compile(twin(layer, name)) for name in names}
-    contexts = {"stock": idle, "Trident": enabled}
-    for name in names:
-        with contexts[name]():
-            for _ in range(5):
-                compiled[name](x)
-            if name == "Trident":
-                trident.reset_stats()
-                compiled[name](x)
-                stats = trident.stats()
-    variants = {
-        "eager": options[0],
-        **{n: Variant("f(x)", {"f": compiled[n], "x": x}, contexts[n]) for n in names},
-    }
-    comparison = interleave(variants, rounds=15, round_s=0.01)
-    keep(record, comparison, hits=stats.hits, run_code=stats.run_code, misses=stats.misses)
 
 
 def _qwen3() -> tuple[Any, Any, Callable[[Any], Callable[[], Any]]]:
@@ -433,28 +416,10 @@ def _decode(liger: bool) -> dict[str, Any]:
         "Trident": (compiled, trident.enable),
     }
     if path := os.environ.get("BENCH_EXPLAIN"):
-        Path(path + ("-liger" if liger else "")).write_text(text)
-    ms = _milliseconds(cache, calls)
-    if (
-        liger
-    ):  # one frame has a specialization per layer, which Dynamo's limit of 8 leaves to Python
-
-        def many() -> Any:
-            return trident.enable(recompile_limit=64)
-
-        with many():
-            for _ in range(6):
-                first(compiled)
-        limits = contextlib.nullcontext
-        ms |= _milliseconds(
-            cache,
-            {
-                "stock with 28 specializations": (compiled, limits),
-                "Trident with 28 specializations": (compiled, many),
-            },
-        )
+        name = os.environ["PYTEST_CURRENT_TEST"].split("::")[1].split()[0]
+        Path(f"{path}-{name}").write_text(text)
     return {
-        "ms": ms,
+        "ms": _milliseconds(cache, calls),
         "equal_to_stock": equal,
         "largest_difference_to_eager": (ours - expected).abs().max().item(),
         "hits": stats.hits,
@@ -471,7 +436,17 @@ def test_triton_qwen3_decode(benchmark: Any, record: Record) -> None:
 
 
 def test_triton_qwen3_liger_decode(benchmark: Any, record: Record) -> None:
-    """The same with Liger's RMSNorm, RoPE and SwiGLU. (The last test: it patches transformers.)"""
+    """The same with Liger's RMSNorm, RoPE and SwiGLU. (It patches transformers: a last test.)"""
     figures = _decode(liger=True)
+    benchmark(lambda: None)
+    record(**figures)
+
+
+def test_triton_qwen3_liger_decode_all_specialized(benchmark: Any, record: Record) -> None:
+    """And with a recompile limit above 28: one frame has a specialization per layer, 20 of which
+    run as plain Python under Dynamo's limit of 8."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        figures = _decode(liger=True)
     benchmark(lambda: None)
     record(**figures)

@@ -70,7 +70,7 @@ cdef extern from "runtime/program.h" namespace "trident":
         none
     cdef cppclass HostProgram:
         HostProgram()
-        uintptr_t empty_cuda
+        uintptr_t cuda_allocator
         PyObject *kept
         PyObject *allocator_variable
         PyObject *allocator

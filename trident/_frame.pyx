@@ -154,11 +154,11 @@ cdef class NativeProgram:
         if not program_add_fact(self.native, <PyObject *>container, name, _unbound_or(value)):
             _propagate()
 
-    def set_launches(self, uintptr_t empty_cuda, allocator_variable, allocator) -> None:
-        """Where at::detail::empty_strided_cuda is, and what stock puts into Triton's context variable
-        (None: nothing)."""
+    def set_launches(self, uintptr_t cuda_allocator, allocator_variable, allocator) -> None:
+        """Where at::cuda::getCUDADeviceAllocator is, and what stock puts into Triton's context
+        variable (None: nothing)."""
         self._kept += [allocator_variable, allocator]
-        self.native.empty_cuda = empty_cuda
+        self.native.cuda_allocator = cuda_allocator
         if allocator is not None:
             self.native.allocator_variable = <PyObject *>allocator_variable
             self.native.allocator = <PyObject *>allocator

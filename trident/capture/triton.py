@@ -625,13 +625,13 @@ _STATIC_TYPES = {
 }
 
 
-def empty_strided_cuda() -> int:
-    """The address of ``at::detail::empty_strided_cuda``; raises UnsupportedGraph if this torch has
+def cuda_allocator() -> int:
+    """The address of ``at::cuda::getCUDADeviceAllocator``; raises UnsupportedGraph if this torch has
     no such function."""
     try:
-        function = getattr(ctypes.CDLL("libtorch_cuda.so"), _EMPTY_STRIDED_CUDA)
+        function = getattr(ctypes.CDLL("libtorch_cuda.so"), "_ZN2at4cuda22getCUDADeviceAllocatorEv")
     except (OSError, AttributeError):
-        raise UnsupportedGraph("this torch has no empty_strided_cuda that is known") from None
+        raise UnsupportedGraph("this torch has no getCUDADeviceAllocator that is known") from None
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
@@ -649,9 +649,3 @@ def allocator_set_by_stock(launches: Iterable[Launch]) -> tuple[Any, Any]:
 def _allocate(size: int, align: int, stream: int | None) -> torch.Tensor:
     """As ``CachingAutotuner.run`` has it."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-_EMPTY_STRIDED_CUDA = (
-    "_ZN2at6detail18empty_strided_cudaEN3c108ArrayRefIlEES3_NS1_10ScalarTypeE"
-    "St8optionalINS1_6DeviceEE"
-)

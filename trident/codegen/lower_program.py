@@ -402,9 +402,9 @@ def _add_launches(native: Any, table: ProgramTable) -> None:
         native.add_launch(arguments, launch, launch.autotuner, launch.only)
         for fact in launch.facts():
             native.add_fact(*fact)
-    empty = triton.empty_strided_cuda() if "trident_program_empty_cuda" in names else 0
+    allocator = triton.cuda_allocator() if "trident_program_empty_cuda" in names else 0
     launches = (launch for _, launch in table.launches)
-    native.set_launches(empty, *triton.allocator_set_by_stock(launches))
+    native.set_launches(allocator, *triton.allocator_set_by_stock(launches))
 
 
 # What kernels do to so many elements takes less time than a switch of threads, and stock's wrappers

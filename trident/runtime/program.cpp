@@ -10,7 +10,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
-#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/Dtype.h>
@@ -112,7 +112,7 @@ struct ProgramState {
   std::vector<AutocastRegion> regions{}; /* the state before each open one */
   std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd{};
   std::optional<OptionalTensorList> list{};
-  std::vector<std::unique_ptr<c10::DeviceGuard>> devices{}; /* the open regions */
+  c10::SmallVector<c10::Device, 2> devices{}; /* the device before each open region */
   c10::SmallVector<std::pair<PyObject *, PyObject *>, 4> tuned{}; /* autotuners, and what each chose last */
 };
 
@@ -264,7 +264,10 @@ bool execute(ProgramState *state) {
       failure = std::current_exception();
       state->below_autograd.reset();
     }
-    while (!state->devices.empty()) state->devices.pop_back();
+    if (!state->devices.empty()) {
+      const c10::Device first = state->devices.front();
+      c10::impl::VirtualGuardImpl(first.type()).uncheckedSetDevice(first);
+    }
   }
   if (failure) {
     ok = false;
@@ -1104,14 +1107,17 @@ void trident_program_reinterpret(ProgramState *state, int32_t slot, int32_t from
 }
 
 void trident_program_empty_cuda(ProgramState *state, int32_t slot, int32_t index) {
-  /* libtorch_cuda is there where this is called, but not where this is linked. */
-  using Function = at::TensorBase (*)(at::IntArrayRef, at::IntArrayRef, at::ScalarType, std::optional<at::Device>);
+  /* As at::detail::empty_strided_cuda does it, but for its guard of the current device (0.4 us).
+   * libtorch_cuda is there where this is called, but not where this is linked. */
+  using Function = c10::Allocator *(*)();
   const ProgramLayout &layout = state->program->layouts[index];
   LayoutNumbers space;
   const int64_t *numbers = layout_numbers(state, layout, &space);
   const size_t dim = layout.dim;
-  const auto empty = reinterpret_cast<Function>(state->program->empty_cuda);
-  state->slots[slot] = at::Tensor(empty({numbers, dim}, {numbers + dim, dim}, layout.dtype, c10::DeviceType::CUDA));
+  const auto allocator = reinterpret_cast<Function>(state->program->cuda_allocator);
+  constexpr c10::DispatchKeySet keys(c10::DispatchKey::CUDA);
+  state->slots[slot] = at::Tensor(at::detail::empty_strided_generic(
+      {numbers, dim}, {numbers + dim, dim}, allocator(), keys, layout.dtype));
 }
 
 void trident_program_launch(ProgramState *state, int32_t index, int32_t step) {
@@ -1127,10 +1133,15 @@ void trident_program_launch(ProgramState *state, int32_t index, int32_t step) {
 
 void trident_program_device_enter(ProgramState *state, int32_t index) {
   const c10::Device device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
-  state->devices.push_back(std::make_unique<c10::DeviceGuard>(device));
+  state->devices.push_back(c10::impl::VirtualGuardImpl(device.type()).exchangeDevice(device));
 }
 
-void trident_program_device_exit(ProgramState *state) { state->devices.pop_back(); }
+/* As torch.cuda._DeviceGuard. c10's guard asks the driver for the context even if it is the same device (0.3 us). */
+void trident_program_device_exit(ProgramState *state) {
+  const c10::Device before = state->devices.pop_back_val();
+  const c10::impl::VirtualGuardImpl guard(before.type());
+  if (guard.getDevice() != before) guard.uncheckedSetDevice(before);
+}
 
 void trident_program_check(ProgramState *state, int32_t slot, int32_t index, int32_t step) {
   const ProgramCheck &check = state->program->checks[index];

@@ -125,7 +125,7 @@ struct HostProgram {
   std::vector<std::unique_ptr<ProgramLaunch>> launches;
   std::vector<ProgramFact> facts;
   PyObject *kept = nullptr; /* a list of what the facts are about; borrowed */
-  uintptr_t empty_cuda = 0; /* at::detail::empty_strided_cuda */
+  uintptr_t cuda_allocator = 0; /* at::cuda::getCUDADeviceAllocator */
   /* Stock puts this into Triton's context variable at every launch; borrowed, or null. */
   PyObject *allocator_variable = nullptr, *allocator = nullptr;
   /* For the graphs that AOTAutograd compiles for inference: what its wrapper does around them. */
