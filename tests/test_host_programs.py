@@ -117,19 +117,29 @@ def boolean_mask(x: Any, i: Any, scale: float) -> Any:
     return x[x > 0] * scale, i.nonzero()
 
 
-@pytest.mark.parametrize("f", [in_pieces, boolean_mask])
+def in_a_context(x: Any, i: Any, scale: float) -> Any:
+    y = torch.relu(x + 1) * scale
+    with torch.no_grad():
+        torch._dynamo.graph_break()
+        return y[i] * 2
+
+
+@pytest.mark.parametrize("f", [in_pieces, boolean_mask, in_a_context])
 def test_graph_breaks(enabled: None, f: Any) -> None:
-    """Dynamo's code, which goes on after the break, calls the host program for its graph."""
+    """The plan goes on after the break; in a context Dynamo's code does, which handles exceptions,
+    and calls the host program for its graph."""
     compiled = torch.compile(f, backend="trident")
     x, i = torch.randn(4), torch.tensor([2, 0])
     for scale in (0.5, 1.5, 2.5, -1.0):
         assert_same(compiled(x, i, scale), f(x, i, scale))
+    is_plan = f is not in_a_context
     counters = frame_stats(f.__name__)
-    assert counters.run_code >= 2
+    assert (counters.hits >= 2) == is_plan
+    assert (counters.run_code >= 2) != is_plan
     frame = trident.explain(compiled).frames[0]
     assert frame.specializations[0].program_native
-    assert not frame.specializations[0].plan_native
-    assert "called by Dynamo's code object" in str(trident.explain(compiled))
+    assert frame.specializations[0].plan_native == is_plan
+    assert ("called by Dynamo's code object" in str(trident.explain(compiled))) != is_plan
 
 
 def test_error_after_a_graph_break(enabled: None) -> None:
@@ -150,7 +160,7 @@ def _raised(f: Any, *arguments: Any) -> tuple[Any, list[str]]:
 
 def test_graph_of_dynamos_code_after_disable(fresh: None) -> None:
     """Without Trident, or where a mode must see every operator, the graph runs as it is."""
-    compiled = torch.compile(in_pieces, backend="trident")
+    compiled = torch.compile(in_a_context, backend="trident")
     x, i = torch.randn(4), torch.tensor([2, 0])
     with trident.enable():
         for _ in range(3):
@@ -158,7 +168,7 @@ def test_graph_of_dynamos_code_after_disable(fresh: None) -> None:
     (entry,) = (
         entry
         for module in trident.control.runtime.modules.values()
-        if module.name == "in_pieces"
+        if module.name == "in_a_context"
         for entry in module.entries
     )
     (name,) = (n for n in entry.spec.compiled_code.co_names if n.startswith("__compiled_fn_"))
@@ -167,10 +177,10 @@ def test_graph_of_dynamos_code_after_disable(fresh: None) -> None:
     assert graph is not None
     calls = []
     native, graph.native = graph.native, lambda *inputs: calls.append(inputs) or native(*inputs)
-    assert_same(compiled(x, i, 0.5), in_pieces(x, i, 0.5))
+    assert_same(compiled(x, i, 0.5), in_a_context(x, i, 0.5))
     assert not calls
     with trident.enable():
-        assert_same(compiled(x, i, 0.5), in_pieces(x, i, 0.5))
+        assert_same(compiled(x, i, 0.5), in_a_context(x, i, 0.5))
         assert len(calls) == 1
         with torch.profiler.profile():
             assert graph.native(x, i) is NotImplemented

@@ -223,8 +223,7 @@ cdef extern from "runtime/frame.h" namespace "trident":
 
 cdef extern from "runtime/dynamo_api.h" namespace "trident::dynamo":
     const char *resolve(PyObject *set_eval_frame, PyObject *get_eval_frame_callback,
-                        PyObject *set_override, PyObject *no_override,
-                        PyObject *skip_override)
+                        PyObject *set_override)
     cbool find_extra_index(PyCodeObject *code)
     ctypedef enum Action "trident::dynamo::Action":
         pass

@@ -561,12 +561,10 @@ def is_hooked(code) -> bool:
     return hook_has(<PyCodeObject *><PyObject *>code)
 
 
-def resolve_dynamo(set_eval_frame, get_eval_frame_callback, set_override, no_override,
-                   skip_override):
+def resolve_dynamo(set_eval_frame, get_eval_frame_callback, set_override):
     """Finds Dynamo's native interface; returns the name of what is missing, or None."""
     cdef const char *missing = resolve(<PyObject *>set_eval_frame, <PyObject *>get_eval_frame_callback,
-                                       <PyObject *>set_override, <PyObject *>no_override,
-                                       <PyObject *>skip_override)
+                                       <PyObject *>set_override)
     return None if missing == NULL else missing.decode()
 
 

@@ -7,13 +7,20 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
 
 import trident.codegen.frame_plan as frame_plan
-from trident.codegen.frame_plan import Argument, Constant, Container, analyze, framelocals_names
+from trident.codegen.frame_plan import (
+    Argument,
+    Constant,
+    Container,
+    analyze,
+    caller,
+    framelocals_names,
+)
 from trident.errors import TridentError, UnsupportedPlan
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -148,7 +155,7 @@ def test_arguments_are_found_by_name_in_the_users_frame() -> None:
         (guarded, "it handles exceptions"),
         (coroutine, "instruction RETURN_GENERATOR|handles exceptions"),
         (generator, "instruction RETURN_GENERATOR|handles exceptions"),
-        (captures_argument, "instruction (LOAD_CLOSURE|LOAD_FAST) a"),
+        (captures_argument, "instruction (MAKE_FUNCTION|LOAD_FAST)"),
         (lambda x: {x: 1}, "a key is no plain constant"),
         (lambda x: x[0], "instruction BINARY_SUBSCR"),
         (lambda x: x + 1, r"instruction BINARY_OP \+"),
@@ -255,7 +262,7 @@ assert show(lambda x, y: (x, y, (y, 1, "s"), x)) == ("x", "y", ("y", "1", "'s'")
 assert show(local) == ("y", "x", "x")
 assert show(free()) == ("a", "c")
 assert show(lambda x: x()) in ("PRECALL", "PUSH_NULL", "CALL"), show(lambda x: x())
-assert show(cell) in ("LOAD_CLOSURE", "LOAD_FAST"), show(cell)
+assert show(cell) in ("MAKE_FUNCTION", "LOAD_FAST"), show(cell)
 assert show(maybe) in ("POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_IF_FALSE", "TO_BOOL"), show(maybe)
 assert show(gone) == "x", show(gone)
 assert show(pair) in ("SWAP", ("y", "x")), show(pair)
@@ -349,3 +356,67 @@ def test_a_loop_over_a_new_dict_is_unrolled() -> None:
 def test_other_loops_are_not(f: Any) -> None:
     with pytest.raises(UnsupportedPlan, match="GET_ITER"):
         analyze(f.__code__, framelocals_names(f.__code__), _OneGraph())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        (7, 7, 4, 9),
+        (3, 6, 0, 200),  # before the first line, over lines
+        (900, 900, 1, 70),
+        (7, 7, None, None),  # under -X no_debug_ranges
+        (None, None, None, None),
+    ],
+)
+def test_a_caller_is_where_the_instruction_is(place: tuple[int | None, ...]) -> None:
+    (call,) = (i for i in dis.get_instructions(_calling) if i.opname == "CALL")
+    code = caller(
+        _calling.__code__.replace(co_firstlineno=5),
+        call._replace(positions=dis.Positions(*place)),
+        ["", "*", "scale=", "**"],
+    )
+    function = FunctionType(code, {})
+    assert function(lambda *a, **k: (a, k), 1, (2, 3), 4, {"x": 5}) == (
+        (1, 2, 3),
+        {"scale": 4, "x": 5},
+    )
+    assert {*code.co_positions()} == {place}
+    assert (code.co_name, code.co_firstlineno) == ("_calling", 5)
+
+
+def _calling(x: Any) -> Any:
+    return repr(x)
+
+
+def broken(x, other):
+    (out,) = graph(x)  # noqa: F821
+    kept = [[out, other], x]
+    rest = kept[0][0:2]
+    kept[0][0:1] = [call(out)]  # noqa: F821
+    kept[1] = rest[1]
+    del rest[-1]
+    return kept, rest
+
+
+def test_what_a_break_leaves_on_the_stack_is_known() -> None:
+    code = broken.__code__
+    plan = analyze(code, framelocals_names(code), _OneGraph())  # type: ignore[arg-type]
+    graph_call, _, called = plan.steps
+    kept, rest = plan.result.items  # type: ignore[union-attr]
+    assert [step.kind for step in plan.steps[1:]] == ["get_global", "call"]
+    assert kept.items[0].items[0] is called
+    assert kept.items[1].name == kept.items[0].items[1].name == "other"
+    assert [(item.call, item.index) for item in rest.items] == [(graph_call, 0)]
+
+
+def changed_after_use(x, other):
+    (out,) = graph(x)  # noqa: F821
+    items = [out, other]
+    call(items)  # noqa: F821
+    return items[0]
+
+
+def test_what_is_in_a_list_that_others_have_is_not_known() -> None:
+    code = changed_after_use.__code__
+    with pytest.raises(UnsupportedPlan, match="BINARY_SUBSCR"):
+        analyze(code, framelocals_names(code), _OneGraph())  # type: ignore[arg-type]

@@ -126,13 +126,15 @@ def source_code(compiled_code: CodeType) -> CodeType | None:
     return convert_frame().orig_code_map.get(compiled_code)
 
 
-def skip_frames_of(code: CodeType) -> None:
-    """Dynamo never looks at frames of `code` nor at what they call (2.11 to 2.15).
+def skip_frames_of(code: CodeType, *, and_below: bool = True) -> None:
+    """Dynamo never looks at frames of `code` nor, unless told otherwise, at what they call (2.11 to
+    2.15).
 
     For our own functions that Dynamo calls back while its frame hook is active.
     """
     types = torch._dynamo.types
-    skip = types.FrameExecStrategy(types.FrameAction.SKIP, types.FrameAction.SKIP)
+    below = types.FrameAction.SKIP if and_below else types.FrameAction.DEFAULT
+    skip = types.FrameExecStrategy(types.FrameAction.SKIP, below)
     torch._C._dynamo.eval_frame.set_code_exec_strategy(code, skip)
 
 
@@ -390,15 +392,12 @@ def has_breakpoint(compiled_code: CodeType) -> bool:
     return debugger is not None and debugger.BREAKPOINT_MARKER in compiled_code.co_consts
 
 
-def eval_frame_functions() -> tuple[Any, Any, Any, Any, Any]:
-    """The C functions that set and get Dynamo's callback of this thread (2.11 to 2.15), and for
-    fullgraph callers in 2.11 the setter of the override and its values for none and skip."""
+def eval_frame_functions() -> tuple[Any, Any, Any]:
+    """The C functions that set and get Dynamo's callback of this thread (2.11 to 2.15), and the one
+    that sets the override of fullgraph callers (2.11, else None)."""
     module: Any = torch._C._dynamo.eval_frame
     override = getattr(module, "set_eval_frame_override", None)
-    none = skip = None
-    if override is not None:
-        none, skip = module._EvalFrameOverride.NONE, module._EvalFrameOverride.SKIP
-    return module.set_eval_frame, module.get_eval_frame_callback, override, none, skip
+    return module.set_eval_frame, module.get_eval_frame_callback, override
 
 
 def code_with_record() -> CodeType:

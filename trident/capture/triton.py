@@ -626,10 +626,10 @@ _STATIC_TYPES = {
 
 
 def cuda_allocator() -> int:
-    """The address of ``at::cuda::getCUDADeviceAllocator``; raises UnsupportedGraph if this torch has
-    no such function."""
+    """The address of ``at::cuda::getCUDADeviceAllocator``; raises UnsupportedGraph if this torch
+    has no such function."""
     try:
-        function = getattr(ctypes.CDLL("libtorch_cuda.so"), "_ZN2at4cuda22getCUDADeviceAllocatorEv")
+        function = ctypes.CDLL("libtorch_cuda.so")._ZN2at4cuda22getCUDADeviceAllocatorEv
     except (OSError, AttributeError):
         raise UnsupportedGraph("this torch has no getCUDADeviceAllocator that is known") from None
     return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import dis
 import inspect
+import keyword
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, ModuleType
@@ -49,10 +50,16 @@ class Null:
     """What the interpreter pushes beside a callable."""
 
 
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class Cell:
+    """A cell itself, not what it holds; never a result."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Container:
     """A new tuple, list or dict (`kind`); of a dict, `items` are keys and values in turn. It is
-    made once, however often it is used, with what it holds at the end."""
+    made once, however often it is used, with what it holds when it is used first. Dynamo keeps what
+    a graph break leaves on the stack in lists of lists, most of which are never used."""
 
     kind: str
     items: list[Expression]
@@ -65,7 +72,8 @@ class Step:
     "get_stride" (of a tensor; `constant` is the dimension), "get_storage_offset" (of a tensor),
     "as_number" (of a function, which is to be `constant`, and a float that it would turn into a
     tensor for the graph),
-    "call" (of a function and arguments), and for the effect "store_attr" (on an object, of a value;
+    "call" (of a function and arguments; `constant` is the code of :func:`caller`, unless it is a
+    function of Dynamo's), and for the effect "store_attr" (on an object, of a value;
     `constant` is the name), "store_item" (on a container, of a key and a value), "store_global" (of
     a value; `constant` is the name) and "store_cell" (of a value; `constant` is the number of the
     free variable)."""
@@ -91,7 +99,7 @@ class Output:
     index: int
 
 
-Expression = Argument | Constant | Known | Null | Container | Step | GraphCall | Output
+Expression = Argument | Constant | Known | Null | Cell | Container | Step | GraphCall | Output
 
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
@@ -111,7 +119,7 @@ class Plan:
     @property
     def uses_globals(self) -> bool:
         """Does it mean something else in a function with other globals?"""
-        kinds = ("get_global", "store_global")
+        kinds = ("get_global", "store_global", "call")
         return any(isinstance(s, GraphCall) or s.kind in kinds for s in self.steps)
 
     @property
@@ -251,6 +259,7 @@ class _Frame:
         self.called = False  # the graph; what was fetched may be abandoned until then
         self.may_call = False
         self.n_outputs: int | None = None
+        self.keywords: tuple[str, ...] = ()  # of the next call
         self._used: set[int] = set()  # containers that exist already at some step
         self.n_arguments = code.co_argcount + code.co_kwonlyargcount
         self.n_arguments += bool(code.co_flags & inspect.CO_VARARGS)
@@ -289,13 +298,23 @@ class _Frame:
         self.check_value(instruction, value)
         return value
 
-    def pop_values(self, instruction: dis.Instruction, n: int) -> list[Expression]:
+    def pop_many(self, instruction: dis.Instruction, n: int) -> list[Expression]:
         """The topmost `n` values, the last one on top."""
-        return [self.pop_value(instruction) for _ in range(n)][::-1]
+        return [self.pop(instruction) for _ in range(n)][::-1]
+
+    def pop_constant(self, instruction: dis.Instruction) -> Any:
+        """The constant on top of the stack."""
+        value = self.pop(instruction)
+        if not isinstance(value, Constant):
+            raise self.unsupported(instruction, "it is not of constants")
+        return value.value
 
     def check_value(self, instruction: dis.Instruction, value: Expression) -> None:
-        if isinstance(value, (Known, Null, GraphCall)):
+        if isinstance(value, (Known, Null, Cell, GraphCall)):
             raise self.unsupported(instruction, "what it uses is not an object of the user's")
+        if isinstance(value, Container):
+            for item in value.items:
+                self.check_value(instruction, item)
 
     def add(self, step: Step | GraphCall) -> None:
         """Append a step, and push its value."""
@@ -317,8 +336,9 @@ class _Frame:
                 self._used.add(id(value))
                 self._use(value.items)
 
-    def is_used(self, container: Container) -> bool:
-        return id(container) in self._used
+    def is_open(self, value: Expression) -> bool:
+        """Is it a list that nothing has used yet?"""
+        return isinstance(value, Container) and value.kind == "list" and id(value) not in self._used
 
     def unsupported(self, instruction: dis.Instruction, why: str = "") -> UnsupportedPlan:
         text = f"{instruction.opname} {instruction.argrepr}".strip()
@@ -408,19 +428,19 @@ def _make_cell(frame: _Frame, instruction: dis.Instruction) -> None:
 @_rule("BUILD_TUPLE", "BUILD_LIST")
 def _build_sequence(frame: _Frame, instruction: dis.Instruction) -> None:
     kind = instruction.opname.removeprefix("BUILD_").lower()
-    frame.stack.append(Container(kind, frame.pop_values(instruction, _argument(instruction))))
+    frame.stack.append(Container(kind, frame.pop_many(instruction, _argument(instruction))))
 
 
 @_rule("BUILD_MAP")
 def _build_map(frame: _Frame, instruction: dis.Instruction) -> None:
-    items = frame.pop_values(instruction, 2 * _argument(instruction))
+    items = frame.pop_many(instruction, 2 * _argument(instruction))
     _add_dict(frame, instruction, items)
 
 
 @_rule("BUILD_CONST_KEY_MAP")
 def _build_const_key_map(frame: _Frame, instruction: dis.Instruction) -> None:
     keys, n = frame.pop_value(instruction), _argument(instruction)
-    values = frame.pop_values(instruction, n)
+    values = frame.pop_many(instruction, n)
     if not isinstance(keys, Constant) or len(keys.value) != n:
         raise frame.unsupported(instruction)
     pairs = zip(map(Constant, keys.value), values, strict=True)
@@ -445,14 +465,14 @@ def _list_extend(frame: _Frame, instruction: dis.Instruction) -> None:
 
 @_rule("LIST_APPEND")
 def _list_append(frame: _Frame, instruction: dis.Instruction) -> None:
-    added, target = frame.pop_value(instruction), _list_below(frame, instruction)
+    added, target = frame.pop(instruction), _list_below(frame, instruction)
     target.items.append(added)
 
 
 def _list_below(frame: _Frame, instruction: dis.Instruction) -> Container:
     depth = _argument(instruction)
-    target = frame.stack[-depth] if 0 < depth <= len(frame.stack) else None
-    if not isinstance(target, Container) or target.kind != "list" or frame.is_used(target):
+    target = frame.stack[-depth] if 0 < depth <= len(frame.stack) else Null()
+    if not isinstance(target, Container) or not frame.is_open(target):
         raise frame.unsupported(instruction)
     return target
 
@@ -531,9 +551,47 @@ def _store_attr(frame: _Frame, instruction: dis.Instruction) -> None:
 
 @_rule("STORE_SUBSCR")
 def _store_subscr(frame: _Frame, instruction: dis.Instruction) -> None:
-    key, container = frame.pop_value(instruction), frame.pop_value(instruction)
-    value = frame.pop_value(instruction)
-    frame.add_effect(instruction, Step("store_item", (container, key, value)))
+    key, target, value = (frame.pop(instruction) for _ in range(3))
+    _store_item(frame, instruction, target, key, value)
+
+
+@_rule("STORE_SLICE")
+def _store_slice(frame: _Frame, instruction: dis.Instruction) -> None:
+    key, target, value = (_slice(frame, instruction, 2), *(frame.pop(instruction) for _ in "ab"))
+    _store_item(frame, instruction, target, key, value)
+
+
+def _store_item(
+    frame: _Frame,
+    instruction: dis.Instruction,
+    target: Expression,
+    key: Expression,
+    value: Expression,
+) -> None:
+    if frame.is_open(target) and isinstance(target, Container) and isinstance(key, Constant):
+        is_slice = type(key.value) is slice
+        if is_slice and isinstance(value, Container) and value.kind != "dict":
+            target.items[key.value] = value.items
+            return
+        if type(key.value) is int and -len(target.items) <= key.value < len(target.items):
+            target.items[key.value] = value
+            return
+    for used in (target, key, value):
+        frame.check_value(instruction, used)
+    frame.add_effect(instruction, Step("store_item", (target, key, value)))
+
+
+@_rule("DELETE_SUBSCR")
+def _delete_subscr(frame: _Frame, instruction: dis.Instruction) -> None:
+    key, target = frame.pop_constant(instruction), frame.pop(instruction)
+    if (
+        not isinstance(target, Container)
+        or not frame.is_open(target)
+        or type(key) is not int
+        or not -len(target.items) <= key < len(target.items)
+    ):
+        raise frame.unsupported(instruction, "an item of an object of the user's")
+    del target.items[key]
 
 
 @_rule("STORE_GLOBAL")
@@ -544,19 +602,40 @@ def _store_global(frame: _Frame, instruction: dis.Instruction) -> None:
 
 @_rule("BUILD_SLICE")
 def _build_slice(frame: _Frame, instruction: dis.Instruction) -> None:
-    parts = [frame.pop(instruction) for _ in range(_argument(instruction))][::-1]
-    constants = [part.value for part in parts if isinstance(part, Constant)]
-    if len(constants) != len(parts):
-        raise frame.unsupported(instruction, "it is not of constants")
-    frame.stack.append(Constant(slice(*constants)))
+    frame.stack.append(_slice(frame, instruction, _argument(instruction)))
+
+
+def _slice(frame: _Frame, instruction: dis.Instruction, n: int) -> Constant:
+    """The slice of the topmost `n` constants."""
+    return Constant(slice(*[frame.pop_constant(instruction) for _ in range(n)][::-1]))
 
 
 @_rule("BINARY_SUBSCR")
 def _binary_subscr(frame: _Frame, instruction: dis.Instruction) -> None:
     key, owner = frame.pop_value(instruction), frame.pop(instruction)
+    _get_item(frame, instruction, owner, key)
+
+
+@_rule("BINARY_SLICE")
+def _binary_slice(frame: _Frame, instruction: dis.Instruction) -> None:
+    key = _slice(frame, instruction, 2)
+    _get_item(frame, instruction, frame.pop(instruction), key)
+
+
+def _get_item(
+    frame: _Frame, instruction: dis.Instruction, owner: Expression, key: Expression
+) -> None:
     if isinstance(owner, GraphCall) and isinstance(key, Constant) and type(key.value) is int:
         frame.stack.append(Output(owner, key.value))
         return
+    is_known = isinstance(owner, Container) and (owner.kind == "tuple" or frame.is_open(owner))
+    if isinstance(owner, Container) and is_known and isinstance(key, Constant):
+        if type(key.value) is slice:
+            frame.stack.append(Container(owner.kind, owner.items[key.value]))
+            return
+        if type(key.value) is int and -len(owner.items) <= key.value < len(owner.items):
+            frame.stack.append(owner.items[key.value])
+            return
     frame.check_value(instruction, owner)
     if frame.known is None or isinstance(owner, Container):
         raise frame.unsupported(instruction)
@@ -590,9 +669,67 @@ def _delete_fast(frame: _Frame, instruction: dis.Instruction) -> None:
         raise frame.unsupported(instruction, "an argument of the frame")
 
 
+@_rule("LOAD_CLOSURE")
+def _load_closure(frame: _Frame, instruction: dis.Instruction) -> None:
+    frame.stack.append(Cell())
+
+
+@_rule("KW_NAMES")  # before CALL, until 3.12
+def _kw_names(frame: _Frame, instruction: dis.Instruction) -> None:
+    frame.keywords = frame.code.co_consts[_argument(instruction)]
+
+
 @_rule("CALL")
 def _call(frame: _Frame, instruction: dis.Instruction) -> None:
-    arguments = [frame.pop(instruction) for _ in range(_argument(instruction))][::-1]
+    keywords, frame.keywords = frame.keywords, ()
+    _add_call(frame, instruction, *_arguments(frame, instruction, keywords))
+
+
+@_rule("CALL_KW")  # since 3.13
+def _call_kw(frame: _Frame, instruction: dis.Instruction) -> None:
+    keywords = frame.pop_constant(instruction)
+    _add_call(frame, instruction, *_arguments(frame, instruction, keywords))
+
+
+def _arguments(
+    frame: _Frame, instruction: dis.Instruction, keywords: tuple[str, ...]
+) -> tuple[list[Expression], list[str]]:
+    arguments = frame.pop_many(instruction, _argument(instruction))
+    named = [_named(frame, instruction, name) for name in keywords]
+    return arguments, [""] * (len(arguments) - len(named)) + named
+
+
+def _named(frame: _Frame, instruction: dis.Instruction, name: Any) -> str:
+    if type(name) is not str or not name.isidentifier() or keyword.iskeyword(name):
+        raise frame.unsupported(instruction, f"{name!r} is no name of an argument")
+    return f"{name}="
+
+
+@_rule("CALL_FUNCTION_EX")
+def _call_function_ex(frame: _Frame, instruction: dis.Instruction) -> None:
+    named = frame.pop(instruction) if _argument(instruction) & 1 else Container("dict", [])
+    positional = frame.pop(instruction)
+    if isinstance(positional, Constant) and type(positional.value) is tuple:
+        positional = Container("tuple", [Constant(value) for value in positional.value])
+    arguments, forms = [positional], ["*"]
+    if isinstance(positional, Container) and positional.kind != "dict":
+        arguments, forms = positional.items[:], [""] * len(positional.items)
+    if isinstance(named, Container) and named.kind == "dict":
+        names = [key.value for key in named.items[::2] if isinstance(key, Constant)]
+        if len({*names}) != len(named.items) // 2:
+            raise frame.unsupported(instruction, "its keywords are not known")
+        arguments += named.items[1::2]
+        forms += [_named(frame, instruction, name) for name in names]
+    else:
+        arguments.append(named)
+        forms.append("**")
+    _add_call(frame, instruction, arguments, forms)
+
+
+def _add_call(
+    frame: _Frame, instruction: dis.Instruction, arguments: list[Expression], forms: list[str]
+) -> None:
+    """The call of what is on top of the stack. `forms`: what is written before each argument."""
     pair = [frame.pop(instruction), frame.pop(instruction)]
     functions = [item for item in pair if not isinstance(item, Null)]
     if len(functions) != 1 or frame.known is None:
@@ -602,14 +739,17 @@ def _call(frame: _Frame, instruction: dis.Instruction) -> None:
             frame.check_value(instruction, value)
         if not frame.called:
             function = _what_is(functions[0], frame.known)
-            if len(arguments) != 1 or function is None or not frame.known.makes_tensor(function):
-                raise frame.unsupported(instruction, "a call before the graph")
-            frame.add(Step("as_number", (functions[0], *arguments), function))
-            return
+            if len(arguments) == 1 and function is not None and frame.known.makes_tensor(function):
+                frame.add(Step("as_number", (functions[0], *arguments), function))
+                return
+            frame.called = True  # from here on; a graph after it has no native form
         frame.may_call = True
-        frame.add(Step("call", (functions[0], *arguments)))
+        code = caller(frame.code, instruction, forms)
+        frame.add(Step("call", (functions[0], *arguments), code))
         return
     function = functions[0].value
+    if any(forms):
+        raise frame.unsupported(instruction, "a helper that is called by keywords")
     if frame.known.is_profiling(function):
         frame.stack.append(Known(None))
         return
@@ -631,6 +771,53 @@ def _call(frame: _Frame, instruction: dis.Instruction) -> None:
     else:
         frame.called = True
         frame.add(GraphCall(function, tuple(arguments)))
+
+
+def caller(code: CodeType, instruction: dis.Instruction, forms: list[str]) -> CodeType:
+    """The code of a function that calls its first argument with the others, before each of which is
+    written what `forms` has (``*``, ``**``, a name and ``=``, or nothing). For whoever looks at the
+    stack (a traceback, a warning's ``stacklevel``, logging) it is `code` at `instruction`. What it
+    does not have are the locals."""
+    places = [f"a{i}" for i in range(len(forms))]
+    arguments = [form + place for form, place in zip(forms, places, strict=True)]
+    text = f"lambda f, {', '.join(places)}: f({', '.join(arguments)})"
+    function: CodeType = compile(text, code.co_filename, "eval").co_consts[0]
+    return function.replace(
+        co_name=code.co_name,
+        co_qualname=code.co_qualname,
+        co_firstlineno=code.co_firstlineno,
+        co_linetable=_line_table(code.co_firstlineno, instruction, len(function.co_code) // 2),
+    )
+
+
+def _line_table(first_line: int, instruction: dis.Instruction, n: int) -> bytes:
+    """The table of `n` code units that are all at the place of `instruction` (CPython's
+    Objects/locations.md)."""
+    at = instruction.positions
+    if at is None or at.lineno is None:
+        entries = [bytes([0x80 | 15 << 3 | size - 1]) for size in _in_eights(n)]
+        return b"".join(entries)
+    delta = at.lineno - first_line
+    table = b""
+    for size in _in_eights(n):
+        line = _number(delta << 1 if delta >= 0 else -delta << 1 | 1)
+        if at.end_lineno is None or at.col_offset is None or at.end_col_offset is None:
+            table += bytes([0x80 | 13 << 3 | size - 1]) + line
+        else:
+            numbers = (at.end_lineno - at.lineno, at.col_offset + 1, at.end_col_offset + 1)
+            table += bytes([0x80 | 14 << 3 | size - 1]) + line + b"".join(map(_number, numbers))
+        delta = 0
+    return table
+
+
+def _in_eights(n: int) -> list[int]:
+    return [min(8, n - done) for done in range(0, n, 8)]
+
+
+def _number(value: int) -> bytes:
+    """Six bits a byte, the lowest first, with a bit for those that are not the last."""
+    groups = [value >> shift & 63 for shift in range(0, max(value.bit_length(), 1), 6)]
+    return bytes([group | 64 for group in groups[:-1]] + groups[-1:])
 
 
 def _what_is(expression: Expression, known: Globals) -> Any:

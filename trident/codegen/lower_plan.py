@@ -27,12 +27,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any
 
 from torch_mlir import ir
 from torch_mlir.dialects import llvm
 
 from trident import _frame
+from trident.capture.dynamo import skip_frames_of
 from trident.codegen.dialect import PLAN_EFFECTS, Emitter, ObjectTable, Program, session
 from trident.codegen.frame_plan import (
     Argument,
@@ -270,6 +272,7 @@ class Context:
                 "!llvm.func<ptr (i64, ...)>",
                 "!llvm.func<ptr (ptr, ptr)>",
                 "!llvm.func<ptr (ptr, i64)>",
+                "!llvm.func<ptr (ptr, ptr, i64)>",
                 "!llvm.func<ptr (ptr, ptr, i64, ptr)>",
                 "!llvm.func<i32 (ptr, ptr, ptr)>",
             )
@@ -341,6 +344,14 @@ class Context:
     def object(self, index: int) -> ir.Value:
         """The constant object `index` of the side list, borrowed."""
         return self._external_object(f"object_{index}", self._objects[index])
+
+    def caller(self, index: int) -> ir.Value:
+        """The function, in the plan's globals, whose code is the constant object `index`."""
+        if self.globals is None:
+            raise UnsupportedPlan("the globals of the function are not known")
+        code = self._objects[index]
+        skip_frames_of(code, and_below=False)
+        return self._external_object(f"caller_{index}", FunctionType(code, self.globals))
 
     def new_tuple(self, items: Sequence[ir.Value]) -> ir.Value:
         """A new tuple of `items`, owned by the function."""
@@ -619,6 +630,11 @@ def lower_get_global(context: Context, op: ir.Operation, operands: list[ir.Value
 
 @plan_rule("call_function")
 def lower_call_function(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
+    if "object" in op.attributes:  # of a function through which to call it
+        caller = context.caller(op.attributes["object"].value)
+        n = context.integer("i64", len(operands))
+        signature = "!llvm.func<ptr (ptr, ptr, i64)>"
+        return context.call("trident_call", signature, [caller, context.array(operands), n])
     function, *arguments = operands
     n = context.integer("i64", len(arguments))
     no_keywords = context.null()

@@ -6,6 +6,12 @@
 /* The order matters: extra_state.h only forward-declares the entries that its lists hold. */
 #include <torch/csrc/dynamo/cache_entry.h>
 
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+
+/* As torch 2.11 has it in eval_frame_cpp.h. */
+enum class EvalFrameOverride { NONE, SKIP, ERROR };
+
 namespace trident::dynamo {
 namespace {
 
@@ -20,9 +26,7 @@ PyObject **guard_complete_hook_ = nullptr; /* absent before 2.8 */
 int64_t (*isolate_id_)(void) = nullptr;    /* absent before 2.12 */
 int *fullgraph_count_ = nullptr;           /* absent before 2.12 */
 bool *nested_error_ = nullptr;             /* absent before 2.12 */
-PyObject *set_override_ = nullptr;         /* 2.11 only */
-PyObject *no_override_ = nullptr;
-PyObject *skip_override_ = nullptr;
+EvalFrameOverride (*set_override_)(EvalFrameOverride) = nullptr; /* 2.11 only */
 Py_ssize_t extra_index_ = -1;
 
 template <class T>
@@ -50,7 +54,7 @@ void find(void *library, const char *name, T *out) {
 } // namespace
 
 const char *resolve(PyObject *set_eval_frame, PyObject *get_eval_frame_callback,
-                    PyObject *set_override, PyObject *no_override, PyObject *skip_override) {
+                    PyObject *set_override) {
   /* RTLD_DEFAULT does not see libtorch_python where torch._C was loaded RTLD_LOCAL. */
   void *library = dlopen("libtorch_python.so", RTLD_NOW | RTLD_NOLOAD);
   if (library == nullptr) return "libtorch_python.so";
@@ -71,10 +75,11 @@ const char *resolve(PyObject *set_eval_frame, PyObject *get_eval_frame_callback,
   if (((PyCFunctionObject *)get_eval_frame_callback)->m_ml->ml_flags != METH_NOARGS)
     return "get_eval_frame_callback without arguments";
   callback_get_ = ((PyCFunctionObject *)get_eval_frame_callback)->m_ml->ml_meth;
-  if (set_override != Py_None && set_override_ == nullptr) {
-    set_override_ = Py_NewRef(set_override);
-    no_override_ = Py_NewRef(no_override);
-    skip_override_ = Py_NewRef(skip_override);
+  if (set_override != Py_None) { /* pybind11 takes the C++ function out of the Python one */
+    using Function = EvalFrameOverride(EvalFrameOverride);
+    const auto function = pybind11::handle(set_override).cast<std::function<Function>>();
+    if (function.target<Function *>() == nullptr) return "set_eval_frame_override as a C++ function";
+    set_override_ = *function.target<Function *>();
   }
   return nullptr;
 }
@@ -122,15 +127,11 @@ void fullgraph_count_hit() {
 
 NestedFrames nested_frames() {
   if (set_override_ != nullptr) { /* 2.11 tells the value only to who sets another */
-    PyObject *now = PyObject_CallOneArg(set_override_, no_override_);
-    PyObject *back = now == nullptr ? nullptr : PyObject_CallOneArg(set_override_, now);
-    NestedFrames result = NestedFrames::stock;
-    if (back != nullptr && PyObject_RichCompareBool(now, no_override_, Py_EQ) == 1) result = NestedFrames::allowed;
-    else if (back != nullptr && PyObject_RichCompareBool(now, skip_override_, Py_EQ) == 1) result = NestedFrames::skipped;
-    Py_XDECREF(now);
-    Py_XDECREF(back);
-    PyErr_Clear();
-    return result;
+    const EvalFrameOverride now = set_override_(EvalFrameOverride::NONE);
+    set_override_(now);
+    return now == EvalFrameOverride::NONE   ? NestedFrames::allowed
+           : now == EvalFrameOverride::SKIP ? NestedFrames::skipped
+                                            : NestedFrames::stock;
   }
   if (nested_error_ != nullptr && *nested_error_) return NestedFrames::stock;
   return fullgraph_counting() ? NestedFrames::skipped : NestedFrames::allowed;

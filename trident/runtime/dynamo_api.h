@@ -20,10 +20,10 @@ struct FrameRecord {
   bool simple;      /* neither precompiled entries nor per-region strategies, which only stock handles */
 };
 
-/* Resolves everything; returns the name of a missing required symbol or nullptr. The last three are
- * torch 2.11's set_eval_frame_override and its arguments that mean none and skip, or Py_None. */
+/* Resolves everything; returns the name of a missing required symbol or nullptr. The last one is torch
+ * 2.11's set_eval_frame_override, or Py_None. */
 const char *resolve(PyObject *set_eval_frame, PyObject *get_eval_frame_callback,
-                    PyObject *set_override, PyObject *no_override, PyObject *skip_override);
+                    PyObject *set_override);
 
 /* Finds the co_extra slot Dynamo uses, given a code object on which it has just set a strategy. */
 bool find_extra_index(PyCodeObject *code);

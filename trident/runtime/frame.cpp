@@ -158,15 +158,10 @@ private:
   ProgramWatch watch_{nullptr};
 };
 
-/* Runs a native plan; the result, null with an error set, or kMiss. A profiler sees the region. */
-PyObject *run_plan(Scm *scm, Specialization *s, PyObject *const *locals, Fetched *fetched,
-                   const PyFunctionObject *function, bool may_call, CallTimer *timer) {
+/* Runs a native plan; the result, null with an error set, or kMiss. */
+PyObject *run_plan_unseen(Scm *scm, Specialization *s, PyObject *const *locals, Fetched *fetched,
+                          const PyFunctionObject *function, bool may_call, CallTimer *timer) {
   PyObject *result = nullptr;
-  std::optional<at::RecordFunction> region;
-  if (!s->annotation.empty()) { /* frames that Dynamo skips have no region */
-    auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
-    if (observers.has_value()) region.emplace(std::move(*observers)).before(s->annotation.c_str());
-  }
   const bool outer_may_call = std::exchange(plan_may_call, may_call);
   timer->plan_begin(s);
   const int32_t status = s->plan(locals, &result, fetched->data(), function->func_closure);
@@ -180,6 +175,23 @@ PyObject *run_plan(Scm *scm, Specialization *s, PyObject *const *locals, Fetched
   if (status == 2) return kMiss;
   scm->counters.raised++;
   return nullptr;
+}
+
+/* As run_plan_unseen. A profiler sees the region. A function of its own: this takes half a kilobyte of the
+ * stack, on which a plan's calls may nest. */
+[[gnu::noinline]] PyObject *run_plan_seen(Scm *scm, Specialization *s, PyObject *const *locals, Fetched *fetched,
+                                          const PyFunctionObject *function, bool may_call, CallTimer *timer) {
+  std::optional<at::RecordFunction> region;
+  auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+  if (observers.has_value()) region.emplace(std::move(*observers)).before(s->annotation.c_str());
+  return run_plan_unseen(scm, s, locals, fetched, function, may_call, timer);
+}
+
+PyObject *run_plan(Scm *scm, Specialization *s, PyObject *const *locals, Fetched *fetched,
+                   const PyFunctionObject *function, bool may_call, CallTimer *timer) {
+  /* Frames that Dynamo skips have no region. */
+  const bool is_seen = !s->annotation.empty() && at::hasCallbacks();
+  return (is_seen ? run_plan_seen : run_plan_unseen)(scm, s, locals, fetched, function, may_call, timer);
 }
 
 /* ---- the eval-frame hook ---- */
@@ -239,6 +251,11 @@ bool build_stale(Scm *scm) {
   PyObject *result = PyObject_CallMethod(scm->owner, "build", nullptr);
   Py_XDECREF(result);
   return result != nullptr; /* raises only under TRIDENT_STRICT */
+}
+
+/* Does Dynamo see the frames that this one calls as it sees this one? */
+bool frames_nest(const dynamo::FrameRecord &record) {
+  return record.recursive == dynamo::Action::run && dynamo::nested_frames() == dynamo::NestedFrames::allowed;
 }
 
 struct HookCall {
@@ -314,7 +331,7 @@ PyObject *hook_dispatch(HookCall &c) {
     frame_done(c.ts, c.frame);
   } else if (s == nullptr) {
     if (c.record.frame != dynamo::Action::skip) record_miss(c.scm, c.code, c.record.frame);
-  } else if (plan_fits(s, frame_function(c.frame))) {
+  } else if (plan_fits(s, frame_function(c.frame)) && (!s->may_call || frames_nest(c.record))) {
     c.scm->misses_in_a_row = 0;
     result = run_plan(c.scm, s, locals, &fetched, frame_function(c.frame), true, &timer);
     if (result != kMiss) plan_done(c);
@@ -342,6 +359,10 @@ PyObject *hook_frame(PyThreadState *ts, Frame *f, PyCodeObject *co, Scm *scm) {
 
 PyObject *eval_frame(PyThreadState *ts, Frame *f, int throwflag) {
   PyCodeObject *co = frame_code(f);
+  if (__builtin_expect(co == plan_caller, 0)) {
+    plan_caller = nullptr;
+    return default_eval_function()(ts, f, throwflag);
+  }
   if (hook_on_) {
     Scm *scm = codes_.get(co);
     if (__builtin_expect(scm != nullptr, 0) && !throwflag && frame_is_replaceable(f, co)) {

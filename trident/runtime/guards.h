@@ -101,7 +101,7 @@ public:
   PyObject **data() { return objects_.data(); }
 
 private:
-  c10::SmallVector<PyObject *, 32> objects_;
+  c10::SmallVector<PyObject *, 8> objects_; /* on the stack of calls that nest */
 };
 
 class GuardProgram {

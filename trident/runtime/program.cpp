@@ -851,6 +851,7 @@ uintptr_t program_function_address(const char *name) {
 #define TRIDENT_FUNCTION(f) \
   if (text == #f) return reinterpret_cast<uintptr_t>(&f);
   TRIDENT_FUNCTION(trident_program_run)
+  TRIDENT_FUNCTION(trident_call)
   TRIDENT_FUNCTION(trident_build_list)
   TRIDENT_FUNCTION(trident_build_dict)
   TRIDENT_FUNCTION(trident_get_global)
@@ -886,6 +887,7 @@ uintptr_t program_function_address(const char *name) {
 }
 
 thread_local bool plan_may_call = false;
+PyCodeObject *plan_caller = nullptr;
 
 bool program_is_observed() { return at::hasCallbacks(); }
 
@@ -958,6 +960,13 @@ int32_t trident_program_run(HostProgram *program, PyObject *const *inputs, PyObj
   const int32_t status = run(program, inputs, outputs);
   watch->ns = elapsed_ns(start);
   return status;
+}
+
+PyObject *trident_call(PyObject *caller, PyObject *const *arguments, int64_t n) {
+  plan_caller = reinterpret_cast<PyCodeObject *>(reinterpret_cast<PyFunctionObject *>(caller)->func_code);
+  PyObject *result = PyObject_Vectorcall(caller, arguments, static_cast<size_t>(n), nullptr);
+  plan_caller = nullptr;
+  return result;
 }
 
 PyObject *trident_build_list(PyObject *const *items, int64_t n) {

@@ -196,6 +196,10 @@ PyObject *abi_enum_number(PyObject *value);
 /* May a plan of this thread run Python when it fetches something? Set before each. */
 extern thread_local bool plan_may_call;
 
+/* The code of the function by which a plan is just calling what a frame calls (see frame_plan.caller): the
+ * hook evaluates its frame at once. Set under the GIL, which is not released before the frame is evaluated. */
+extern PyCodeObject *plan_caller;
+
 /* True when somebody watches operators (a profiler): then the graph runs as stock runs it. */
 bool program_is_observed();
 
@@ -205,8 +209,9 @@ extern "C" {
  * yet). Needs the GIL. */
 int32_t trident_program_run(HostProgram *program, PyObject *const *inputs, PyObject **outputs);
 
-/* For plans: a new list; a new dict of keys and values in turn; what the global is (NameError); into the
+/* For plans: calls the function `caller` (see plan_caller); a new list; a new dict of keys and values in turn; what the global is (NameError); into the
  * cell with this number (-1 with an error). */
+PyObject *trident_call(PyObject *caller, PyObject *const *arguments, int64_t n);
 PyObject *trident_build_list(PyObject *const *items, int64_t n);
 PyObject *trident_build_dict(PyObject *const *items, int64_t n);
 PyObject *trident_get_global(PyObject *globals, PyObject *name);
