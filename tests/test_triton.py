@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -1586,21 +1587,104 @@ def test_wrong_arguments() -> None:
         assert found == expected
 
 
-def test_scratch_memory() -> None:
-    """A kernel that makes a tensor descriptor is left to Triton, which allocates what it needs."""
+@triton.jit
+def describing_kernel(x, out, n, BLOCK: tl.constexpr):
+    """It needs scratch memory, for the descriptors that it makes."""
+    source = tl.make_tensor_descriptor(x, [n, 16], [16, 1], [BLOCK, 16])
+    target = tl.make_tensor_descriptor(out, [n, 16], [16, 1], [BLOCK, 16])
+    row = tl.program_id(0) * BLOCK
+    target.store([row, 0], source.load([row, 0]) + 1)
 
-    @triton.jit
-    def kernel(x, out, n, BLOCK: tl.constexpr):
-        source = tl.make_tensor_descriptor(x, [n, 16], [16, 1], [BLOCK, 16])
-        target = tl.make_tensor_descriptor(out, [n, 16], [16, 1], [BLOCK, 16])
-        target.store([0, 0], source.load([0, 0]) + 1)
 
-    def f(x: Any) -> Any:
-        out = torch.empty_like(x)
-        kernel[(1,)](x, out, x.size(0), BLOCK=16)
-        return out
+def described(x: Any) -> Any:
+    out = torch.empty_like(x)
+    describing_kernel[(triton.cdiv(x.size(0), 16),)](x, out, x.size(0), BLOCK=16)
+    return out
 
-    check(f, (ones(16, 16),), native=False)
+
+class Bytes:
+    """What an allocator may return: anything with an address."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = torch.empty(size, dtype=torch.int8)
+
+    def data_ptr(self) -> int:
+        return self.memory.data_ptr()
+
+
+def _tensor(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8)
+
+
+@pytest.mark.parametrize("make", [_tensor, Bytes, lambda size: None])
+def test_scratch_memory(make: Any) -> None:
+    """It is asked for at each launch as Triton does it: bytes for all blocks, alignment, stream;
+    and is there until the launch is done."""
+    from triton.runtime import _allocation
+
+    asked: list[tuple[int, int, Any]] = []
+    alive: list[weakref.ref[Any]] = []
+    given: list[int] = []
+
+    def allocate(size: int, align: int, stream: Any) -> Any:
+        asked.append((size, align, stream))
+        made = make(size)
+        given.append(0 if made is None else made.data_ptr())
+        if made is not None:
+            alive.append(weakref.ref(made))
+        return made
+
+    before = _allocation._allocator.get()
+    triton.set_allocator(allocate)
+    try:
+        check(described, (ones(16, 16),), (ones(48, 16),))
+        torch._dynamo.reset()
+        compiled = torch.compile(described, backend="trident")
+        for x in (ones(16, 16), ones(48, 16)):
+            asked.clear()
+            described(x)
+            expected = asked[:]
+            assert len(expected) == 1
+            with trident.enable():
+                for _ in range(4):
+                    asked.clear()
+                    compiled(x)
+                    assert asked == expected
+        assert tc.scratch == given
+    finally:
+        triton.set_allocator(before)
+    assert not any(reference() for reference in alive)
+
+
+def test_allocators_that_fail() -> None:
+    """Without an allocator Triton says that one is needed, each time; and the user's may raise."""
+    from triton.runtime import _allocation
+
+    def memory(size: int, align: int, stream: Any) -> Any:
+        return _tensor(size)
+
+    def full(size: int, align: int, stream: Any) -> Any:
+        raise MemoryError("full")
+
+    def wrong(size: int, align: int, stream: Any) -> Any:
+        return "no memory"
+
+    before = _allocation._allocator.get()
+    x = ones(16, 16)
+    compiled = torch.compile(described, backend="trident")
+    try:
+        triton.set_allocator(memory)
+        with trident.enable():
+            for _ in range(4):
+                assert_same(compiled(x), described(x))
+            for allocator in (full, before, wrong):
+                triton.set_allocator(allocator)
+                for _ in range(3):
+                    assert outcome(compiled, x) == outcome(described, x)
+            triton.set_allocator(memory)
+            assert_same(compiled(x), described(x))
+    finally:
+        triton.set_allocator(before)
 
 
 # ---- memory and threads ----

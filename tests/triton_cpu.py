@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.compiler import CompiledKernel
-from triton.runtime import driver
+from triton.runtime import _allocation, driver
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 from triton.runtime.jit import JITFunction
 
@@ -53,6 +53,8 @@ _FORMATS = {
 _TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 # What ran: (name of the kernel, grid, its arguments, "native" or "python"), since it was cleared.
 launches = []
+# The addresses of scratch memory that kernels got.
+scratch = []
 # What the driver is to answer next: CUresult.
 errors = []
 _functions = []
@@ -109,6 +111,10 @@ class _Function:
     def __init__(self, source, metadata):
         names = source.fn.arg_names
         self.name, self.names, self.shared = source.fn.__name__, names, metadata.shared
+        self.scratch = (
+            metadata.global_scratch_size * metadata.num_ctas,
+            metadata.global_scratch_align,
+        )
         self.function = InterpretedFunction(source.fn.fn)
         kinds = [((i,), source.signature[name]) for i, name in enumerate(names)]
         self.parameters = list(_flat(kinds))
@@ -152,6 +158,12 @@ class _Launcher:
     def __call__(self, x, y, z, stream, function, packed, launch, enter, leave, *arguments):
         if enter is not None:
             enter(launch)
+        size, align = self.function.scratch
+        if size > 0:
+            memory = _allocation._allocator.get()(x * y * z * size, align, stream)
+            if not isinstance(memory, (int, type(None))) and not hasattr(memory, "data_ptr"):
+                raise TypeError("Pointer argument must be either uint64 or have data_ptr method")
+            scratch.append(memory.data_ptr() if hasattr(memory, "data_ptr") else memory or 0)
         flat = dict(_flatten([((i,), a) for i, a in enumerate(arguments)]))
         words = []
         for path, kind in self.function.parameters:
@@ -204,6 +216,8 @@ def _launch(config, number, parameters, extra):
     function = _functions[number - 1]
     n = sum(kind != "constexpr" for _, kind in function.parameters)
     packed = [ctypes.string_at(parameters[i], 8) for i in range(n)]
+    if function.scratch[0] > 0:
+        scratch.append(ctypes.c_uint64.from_address(parameters[n]).value)
     c = config.contents
     ids = [ctypes.c_int.from_address(c.attributes + 72 * i).value for i in range(c.n_attributes)]
     configs.append((tuple(c.block), c.shared, ids))
@@ -297,12 +311,14 @@ def triton_cpu(monkeypatch):
     launches.clear()
     configs.clear()
     errors.clear()
+    scratch.clear()
     yield sys.modules[__name__]
     # Dynamo's table of kernels, too: what it has compiled does not run on another driver.
     torch._dynamo.reset()
     launches.clear()
     configs.clear()
     errors.clear()
+    scratch.clear()
 
 
-__all__ = ["CpuDriver", "configs", "errors", "launches", "triton", "triton_cpu"]
+__all__ = ["CpuDriver", "configs", "errors", "launches", "scratch", "triton", "triton_cpu"]

@@ -28,7 +28,7 @@ from trident.capture.patching import Patches
 from trident.errors import UnsupportedGraph
 
 # The positions of LaunchParameter's types in runtime/launch.h.
-_POINTER, _I32, _U32, _I64, _U64, _F32, _F64, _CONSTANT = range(8)
+_POINTER, _I32, _U32, _I64, _U64, _F32, _F64, _CONSTANT, _SCRATCH = range(9)
 _ROWS = {"i32": _I32, "u32": _U32, "i64": _I64, "u64": _U64}
 _REALS = {"fp32": _F32, "f32": _F32, "fp64": _F64}
 # How struct packs what Triton's launcher converts a constant to.
@@ -394,19 +394,29 @@ def constant(value: Any, kind: Any) -> list[tuple[int, int, int]] | None:
     return [(_CONSTANT, -1, int.from_bytes(packed, "little"))]
 
 
+def _triton_allocates(size: int, align: int, stream: int) -> Any:
+    """Scratch memory of `size` bytes, as Triton's launcher gets it: from the user's allocator."""
+    from triton.runtime import _allocation
+
+    return _allocation._allocator.get()(size, align, stream)
+
+
 def variant(
-    compiled: Any, parameters: list[tuple[int, int, int]] | None, grid: Grid, config: Any
+    compiled: Any,
+    parameters: list[tuple[int, int, int]] | None,
+    grid: Grid,
+    config: Any,
+    allocate: Callable[..., Any] = _triton_allocates,
 ) -> tuple[Any, ...] | None:
     """What launches ``CompiledKernel`` `compiled`: see ``launch_add_variant`` in runtime/launch.h.
-    None for one that Trident leaves to Triton: with unknown parameters, scratch memory, tensor
-    descriptors or instrumentation."""
+    None for one that Trident leaves to Triton: with unknown parameters, tensor descriptors or
+    instrumentation."""
     metadata = getattr(compiled, "metadata", None)
     launcher = type(getattr(compiled, "_run", None))
     known = launcher in _functions or launcher.__module__ == "triton.backends.nvidia.driver"
     if parameters is None or metadata is None or not known or compiled.function is None:
         return None
-    scratch = ("global_scratch_size", "profile_scratch_size")
-    if any(getattr(metadata, name, 0) for name in scratch):
+    if getattr(metadata, "profile_scratch_size", 0):
         return None
     if getattr(metadata, "tensordesc_meta", None) or metadata.shared > _MOST_SHARED:
         return None
@@ -414,7 +424,13 @@ def variant(
         return None
     if getattr(metadata, "warp_size", 32) != 32:
         return None
-    scratch_parameters = [(_CONSTANT, -1, 0)] * sum(hasattr(metadata, name) for name in scratch)
+    size, scratch = getattr(metadata, "global_scratch_size", None), None
+    if size is not None:
+        parameters = [*parameters, (_SCRATCH if size else _CONSTANT, -1, 0)]
+    if size:  # for each block
+        scratch = size * metadata.num_ctas, metadata.global_scratch_align, allocate
+    if hasattr(metadata, "profile_scratch_size"):
+        parameters = [*parameters, (_CONSTANT, -1, 0)]
     return (
         compiled.function,
         32 * metadata.num_warps,
@@ -423,8 +439,9 @@ def variant(
         bool(getattr(metadata, "launch_cooperative_grid", False)),
         bool(getattr(metadata, "launch_pdl", False)),
         _sizes(grid),
-        [*parameters, *scratch_parameters],
+        parameters,
         config,
+        scratch,
     )
 
 
@@ -584,7 +601,7 @@ class InductorLaunch:
         parameters += [(_CONSTANT, -1, 0)] * sum(scratch)
         threads = 32 * kernel.num_warps
         shape = (kernel.function, threads, kernel.shared, 1, False, False)
-        return (*shape, _sizes(self.grid), parameters, None, [])
+        return (*shape, _sizes(self.grid), parameters, None, None, [])
 
     def _compiled(self) -> tuple[Any, ...] | None:
         """Triton's own."""
@@ -605,7 +622,8 @@ class InductorLaunch:
                 return None
         # The seventh is for the hooks, of which there are none: see `knob_facts`.
         parameters = self._parameters(made.passed[9:], list(signature.values()))
-        found = variant(compiled, parameters, self.grid, None)
+        allocate = _allocate if _sets_allocator(self.kernel) else _triton_allocates
+        found = variant(compiled, parameters, self.grid, None, allocate)
         return None if found is None else (*found, [])
 
 
@@ -639,11 +657,15 @@ def allocator_set_by_stock(launches: Iterable[Launch]) -> tuple[Any, Any]:
     """Triton's context variable for its allocator with what stock's launches put into it, or
     (None, None) if they do not."""
     ours = [launch for launch in launches if isinstance(launch, InductorLaunch)]
-    if not ours or _fast(ours[0].kernel.kernel) is not NotImplemented:
+    if not ours or not _sets_allocator(ours[0].kernel):
         return None, None
     from triton.runtime import _allocation
 
     return _allocation._allocator, _allocate
+
+
+def _sets_allocator(kernel: InductorKernel) -> bool:
+    return _fast(kernel.kernel) is NotImplemented
 
 
 def _allocate(size: int, align: int, stream: int | None) -> torch.Tensor:

@@ -23,6 +23,7 @@ enum : int32_t {
   kClusterSchedulingPolicy = 5,
   kProgrammaticStreamSerialization = 6,
 };
+constexpr int kDevicePointer = 3; /* a CUpointer_attribute */
 constexpr int32_t kSpread = 1;
 
 LaunchFunction launch_ = nullptr;
@@ -30,6 +31,7 @@ bool is_cuda_ = false;
 int (*get_context_)(void **) = nullptr;
 int (*retain_context_)(void **, int) = nullptr;
 int (*set_context_)(void *) = nullptr;
+int (*get_attribute_)(void *, int, uint64_t) = nullptr;
 
 const c10::impl::DeviceGuardImplInterface *guard() {
   static const auto *found = c10::impl::getDeviceGuardImpl(c10::DeviceType::CUDA);
@@ -131,6 +133,39 @@ std::shared_ptr<const LaunchVariant> find_variant(ProgramLaunch *launch, const L
   return nullptr;
 }
 
+/* Scratch memory of one launch. */
+class Scratch {
+public:
+  Scratch() = default;
+  Scratch(const Scratch &) = delete;
+  ~Scratch() {
+    if (buffer_ == nullptr) return;
+    py::gil_scoped_acquire gil;
+    Py_DECREF(buffer_);
+  }
+  /* The address, as Triton's launcher takes it of what an allocator returns; false if that would raise. */
+  bool allocate(const LaunchVariant &variant, int64_t n_blocks, void *stream, uint64_t *address) {
+    py::gil_scoped_acquire gil;
+    const auto number = static_cast<long long>(reinterpret_cast<intptr_t>(stream));
+    buffer_ = PyObject_CallFunction(variant.allocate, "LLL", static_cast<long long>(variant.scratch * n_blocks),
+                                    static_cast<long long>(variant.scratch_align), number);
+    if (buffer_ == nullptr) throw python_error();
+    *address = 0;
+    if (buffer_ == Py_None) return true;
+    PyObject *found = PyLong_Check(buffer_) ? Py_NewRef(buffer_) : PyObject_CallMethod(buffer_, "data_ptr", nullptr);
+    if (found != nullptr) *address = PyLong_AsUnsignedLongLong(found);
+    Py_XDECREF(found);
+    if (PyErr_Occurred()) {
+      PyErr_Clear();
+      return false;
+    }
+    return !is_cuda_ || *address == 0 || PyLong_Check(buffer_) || get_attribute_(address, kDevicePointer, *address) == 0;
+  }
+
+private:
+  PyObject *buffer_ = nullptr;
+};
+
 /* More are possible, but whoever has so many is not bound by the search for them. */
 constexpr size_t kMostVariants = 64;
 
@@ -143,7 +178,8 @@ const char *launch_use_cuda() {
   LaunchFunction launch;
   if (!find(library, "cuLaunchKernelEx", &launch)) return "the CUDA driver has no cuLaunchKernelEx";
   if (!find(library, "cuCtxGetCurrent", &get_context_) || !find(library, "cuCtxSetCurrent", &set_context_) ||
-      !find(library, "cuDevicePrimaryCtxRetain", &retain_context_))
+      !find(library, "cuDevicePrimaryCtxRetain", &retain_context_) ||
+      !find(library, "cuPointerGetAttribute", &get_attribute_))
     return "the CUDA driver has no functions for contexts";
   launch_ = launch;
   is_cuda_ = true;
@@ -202,8 +238,11 @@ Launched launch(ProgramLaunch *launch, const LaunchKey &key, const at::Tensor *s
   const size_t n = variant->parameters.size();
   c10::SmallVector<uint64_t, 32> values(n);
   c10::SmallVector<void *, 32> pointers(n + 1);
+  uint64_t *scratch_address = nullptr;
   for (size_t i = 0; i < n; i++) {
-    if (!pack(*launch, variant->parameters[i], slots, integers, &values[i])) return Launched::unknown;
+    const LaunchParameter &parameter = variant->parameters[i];
+    if (parameter.type == LaunchParameter::Type::scratch) scratch_address = &values[i];
+    else if (!pack(*launch, parameter, slots, integers, &values[i])) return Launched::unknown;
     pointers[i] = &values[i];
   }
   LaunchAttribute attributes[4];
@@ -212,6 +251,9 @@ Launched launch(ProgramLaunch *launch, const LaunchKey &key, const at::Tensor *s
   to.n_attributes = add_attributes(*variant, attributes);
   if (!ensure_context()) return Launched::failed;
   to.stream = current_stream();
+  Scratch scratch;
+  if (scratch_address != nullptr && !scratch.allocate(*variant, n_blocks, to.stream, scratch_address))
+    return Launched::unknown;
   if (launch_(&to, variant->function, pointers.data(), nullptr) != 0) return Launched::failed;
   *config = variant->config;
   return Launched::yes;
@@ -237,12 +279,18 @@ bool launch_add_variant(ProgramLaunch *launch, LaunchKey key, PyObject *descript
       const auto parameter = item.cast<py::tuple>();
       const auto type = static_cast<LaunchParameter::Type>(parameter[0].cast<int>());
       const int argument = parameter[1].cast<int>();
-      const bool is_constant = type == LaunchParameter::Type::constant;
-      if (!is_constant && (argument < 0 || static_cast<size_t>(argument) >= launch->arguments.size()))
+      const bool has_argument = type < LaunchParameter::Type::constant;
+      if (has_argument && (argument < 0 || static_cast<size_t>(argument) >= launch->arguments.size()))
         throw py::value_error("no such argument of a launch");
       made->parameters.push_back({type, argument, parameter[2].cast<uint64_t>()});
     }
     if (!fields[8].is_none()) made->config = fields[8].ptr();
+    if (!fields[9].is_none()) {
+      const auto scratch = fields[9].cast<py::tuple>();
+      made->scratch = scratch[0].cast<int64_t>();
+      made->scratch_align = scratch[1].cast<int64_t>();
+      made->allocate = scratch[2].ptr();
+    }
     std::lock_guard<std::mutex> lock(launch->mutex);
     auto &variants = launch->variants;
     const auto same = [&](const auto &variant) { return variant->key == made->key; };

@@ -29,7 +29,7 @@ struct LaunchArgument {
 };
 
 struct LaunchParameter {
-  enum class Type { pointer, i32, u32, i64, u64, f32, f64, constant };
+  enum class Type { pointer, i32, u32, i64, u64, f32, f64, constant, scratch };
   Type type;
   int argument;  /* unless it is constant */
   uint64_t bits; /* of a constant */
@@ -45,6 +45,8 @@ struct LaunchVariant {
   std::array<std::pair<bool, int64_t>, 3> grid{}; /* is it a row, the row or the number */
   std::vector<LaunchParameter> parameters;
   PyObject *config = nullptr; /* the autotuner's choice, which it keeps as its attribute; borrowed */
+  int64_t scratch = 0, scratch_align = 0; /* bytes of scratch memory for a block of the grid */
+  PyObject *allocate = nullptr; /* allocate(bytes, align, stream) gives them; borrowed, a module's */
 };
 
 struct ProgramLaunch {
@@ -84,12 +86,14 @@ LaunchKey launch_key(const ProgramLaunch &launch, const at::Tensor *slots, const
 
 enum class Launched { yes, unknown, failed };
 /* Launches. unknown: no variant has this key, or a number does not fit; failed: the driver refused. Then nothing
- * has happened. `config`: an autotuner's choice, unless null. */
+ * has happened (but that scratch memory was asked for). `config`: an autotuner's choice, unless null. Throws
+ * python_error where the allocator raises. */
 Launched launch(ProgramLaunch *launch, const LaunchKey &key, const at::Tensor *slots, const int64_t *integers,
                 PyObject **config);
 
 /* Adds what Python describes: (function, threads, shared, ctas, cooperative, programmatic, [(is it a row, row or
- * number)] * 3, [(type, argument, bits)], config or None, …), for that key. False with a Python error set. */
+ * number)] * 3, [(type, argument, bits)], config or None, (scratch bytes of a block, align, allocate) or None,
+ * …), for that key. False with a Python error set. */
 bool launch_add_variant(ProgramLaunch *launch, LaunchKey key, PyObject *description);
 
 } // namespace trident

@@ -470,7 +470,7 @@ bool note_launches(ProgramState *state) {
   if (found.is_none()) return;
   if (!launch_add_variant(launch, key, found.ptr())) throw python_error();
   /* With the GIL: nobody looks at the facts meanwhile. */
-  for (const auto &item : found[py::int_(9)].cast<py::list>()) {
+  for (const auto &item : found[py::int_(10)].cast<py::list>()) {
     const auto fact = item.cast<py::tuple>();
     if (!program_add_fact(state->program, fact[0].ptr(), fact[1].ptr(), fact[2].ptr())) throw python_error();
   }
