@@ -146,7 +146,7 @@ def compare(
                 stats = trident.stats()
                 assert (stats.hits > 0, stats.run_code) == (True, 0), name
         variants[name] = Variant("f(*x)", {"f": compiled, "x": inputs}, context)
-    return interleave(variants, rounds=15, round_s=round_s)
+    return interleave(variants, rounds=75, round_s=round_s)
 
 
 def keep(record: Record, comparison: Comparison, **figures: Any) -> None:
@@ -201,7 +201,7 @@ def floor(folder: Path, x: Tensor, y: Tensor) -> dict[str, float]:
     pointers = (ctypes.c_void_p * len(words))(*(ctypes.addressof(word) for word in words))
     stream = torch.cuda.current_stream().cuda_stream
     launches, allocations = [], []
-    for _ in range(15):
+    for _ in range(75):
         torch.cuda.synchronize()
         launches.append(
             c.launches(
@@ -218,6 +218,17 @@ def floor(folder: Path, x: Tensor, y: Tensor) -> dict[str, float]:
         "launch_ns": statistics.median(launches),
         "allocation_ns": statistics.median(allocations),
     }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm() -> None:
+    """A machine that was just lent is slow for its first seconds."""
+    x, y = vectors()
+    end = time.perf_counter() + 5
+    while time.perf_counter() < end:
+        for _ in range(500):
+            one(x, y)
+        torch.cuda.synchronize()
 
 
 @pytest.fixture(autouse=True)
