@@ -234,6 +234,46 @@ class Holder(nn.Module):
         return x
 
 
+def odd_keywords(x: Tensor, w: Tensor) -> Any:
+    """Written as source, the first would be another name, and the others are none."""
+    y = x * 2
+    return look(y, **{"\ufb01": 1, "fi": 2, "__debug__": 3, "class": 4, "a b": 5}) * w
+
+
+def through_a_module(x: Tensor, w: Tensor) -> Any:
+    y = look(x * 2)
+    return module.look_at_it(y) * w
+
+
+class Watched:
+    """Who stores an attribute or an item is seen by it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        SEEN.append((name, stack(sys._getframe(1))))
+        object.__setattr__(self, name, value)
+
+
+watched, plain = Watched(), nn.Identity()
+
+
+def stored(x: Tensor, w: Tensor) -> Any:
+    y = x * 2
+    watched.last = y
+    plain.last = y
+    z = look(y)
+    watched.last = z
+    return z * w
+
+
+def __getattr__(name: str) -> Any:
+    if name != "look_at_it":
+        raise AttributeError(name)
+    SEEN.append((name, stack(sys._getframe(1))))
+    return look
+
+
+module = sys.modules[__name__]
+
 CASES: dict[str, Callable[[], Callable[..., Any]]] = {
     f.__name__: functools.partial(lambda f: f, f)
     for f in (
@@ -255,6 +295,9 @@ CASES: dict[str, Callable[[], Callable[..., Any]]] = {
         in_a_function_below,
         warned,
         logged,
+        odd_keywords,
+        through_a_module,
+        stored,
     )
 } | {
     "closure": _closure,
@@ -263,7 +306,7 @@ CASES: dict[str, Callable[[], Callable[..., Any]]] = {
     "layers": Holder,
 }
 # Dynamo's code makes functions of them, or handles exceptions.
-NOT_NATIVE = {"changed_cell", "in_no_grad", "closure"}
+NOT_NATIVE = {"changed_cell", "in_no_grad", "closure", "odd_keywords", "stored"}
 
 
 def text_of(error: BaseException) -> list[str]:
@@ -425,3 +468,69 @@ def test_dynamo_skips_what_a_frame_calls_if_it_is_told_to() -> None:
             results = [c(torch.ones(n)) for n in (3, 4, 5)]
         shown.append((results, compilations()))
     assert_same(shown[1], shown[0])
+
+
+def _gone(x: Any) -> Any:
+    return x
+
+
+gone = torch.compiler.disable(_gone)
+holder = nn.Identity()
+
+
+@pytest.mark.parametrize("kind", ["global", "attribute", "item"])
+def test_what_is_not_there_any_more(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a callee takes away is missing at the user's line, also in the traceback."""
+    to_do: list[Callable[[], Any]] = []
+    table = {"gone": gone}
+    monkeypatch.setattr(holder, "gone", gone, raising=False)
+    this = globals()
+
+    @torch.compiler.disable
+    def act(x: Any) -> Any:
+        for do in to_do:
+            do()
+        return x
+
+    def by_global(x: Tensor) -> Any:
+        y = act(x * 2)
+        z = gone(y + 1)
+        return z * 2
+
+    def by_attribute(x: Tensor) -> Any:
+        y = act(x * 2)
+        z = holder.gone(y + 1)
+        return z * 2
+
+    def by_item(x: Tensor) -> Any:
+        y = act(x * 2)
+        z = table["gone"](y + 1)
+        return z * 2
+
+    f, do, back = {
+        "global": (by_global, lambda: this.pop("gone"), lambda: this.update(gone=table["gone"])),
+        "attribute": (
+            by_attribute,
+            lambda: delattr(holder, "gone"),
+            lambda: setattr(holder, "gone", gone),
+        ),
+        "item": (by_item, lambda: table.pop("gone"), lambda: table.update(gone=gone)),
+    }[kind]
+    shown = []
+    for is_ours in (False, True):
+        torch._dynamo.reset()
+        c = torch.compile(f, backend="trident")
+        with trident.enable() if is_ours else torch.no_grad(), torch.no_grad():
+            for _ in range(5):
+                c(torch.ones(3))
+            to_do[:] = [do]
+            try:
+                c(torch.ones(3))
+                shown.append("no error")
+            except Exception as error:
+                shown.append(text_of(error))
+            to_do.clear()
+            back()
+            shown.append(c(torch.ones(3)))
+    assert_same(shown[2:], shown[:2])
+    assert shown[0] != "no error"

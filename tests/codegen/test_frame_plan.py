@@ -7,7 +7,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -17,8 +17,8 @@ from trident.codegen.frame_plan import (
     Argument,
     Constant,
     Container,
+    GraphCall,
     analyze,
-    caller,
     framelocals_names,
 )
 from trident.errors import TridentError, UnsupportedPlan
@@ -368,20 +368,12 @@ def test_other_loops_are_not(f: Any) -> None:
         (None, None, None, None),
     ],
 )
-def test_a_caller_is_where_the_instruction_is(place: tuple[int | None, ...]) -> None:
+def test_a_step_is_where_its_instruction_is(place: tuple[int | None, ...]) -> None:
     (call,) = (i for i in dis.get_instructions(_calling) if i.opname == "CALL")
-    code = caller(
-        _calling.__code__.replace(co_firstlineno=5),
-        call._replace(positions=dis.Positions(*place)),
-        ["", "*", "scale=", "**"],
-    )
-    function = FunctionType(code, {})
-    assert function(lambda *a, **k: (a, k), 1, (2, 3), 4, {"x": 5}) == (
-        (1, 2, 3),
-        {"scale": 4, "x": 5},
-    )
+    n = 2 * len(_calling.__code__.co_code)  # more than one entry
+    table = frame_plan._line_table(5, call._replace(positions=dis.Positions(*place)), n // 2)
+    code = _calling.__code__.replace(co_firstlineno=5, co_linetable=table)
     assert {*code.co_positions()} == {place}
-    assert (code.co_name, code.co_firstlineno) == ("_calling", 5)
 
 
 def _calling(x: Any) -> Any:
@@ -409,14 +401,62 @@ def test_what_a_break_leaves_on_the_stack_is_known() -> None:
     assert [(item.call, item.index) for item in rest.items] == [(graph_call, 0)]
 
 
-def changed_after_use(x, other):
+def read_after_use(x, other):
     (out,) = graph(x)  # noqa: F821
     items = [out, other]
     call(items)  # noqa: F821
     return items[0]
 
 
-def test_what_is_in_a_list_that_others_have_is_not_known() -> None:
-    code = changed_after_use.__code__
-    with pytest.raises(UnsupportedPlan, match="BINARY_SUBSCR"):
-        analyze(code, framelocals_names(code), _OneGraph())  # type: ignore[arg-type]
+def splatted_after_use(x, other):
+    (out,) = graph(x)  # noqa: F821
+    items = [out, other]
+    call(items)  # noqa: F821
+    return call(*items)  # noqa: F821
+
+
+def extended_after_use(x, other):
+    (out,) = graph(x)  # noqa: F821
+    items = [out, other]
+    call(items)  # noqa: F821
+    return [x, *items]
+
+
+def unpacked_after_use(x, other):
+    (out,) = graph(x)  # noqa: F821
+    items = [out, other]
+    call(items)  # noqa: F821
+    _, b = items
+    return b
+
+
+def stored_after_use(x, other):
+    (out,) = graph(x)  # noqa: F821
+    items, new = [out, other], [x]
+    call(items)  # noqa: F821
+    new[0:1] = items
+    return new
+
+
+def named_after_use(x, other):
+    (out,) = graph(x)  # noqa: F821
+    named = {"a": out}
+    call(named)  # noqa: F821
+    return call(other, **named)  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        *(read_after_use, splatted_after_use, extended_after_use, unpacked_after_use),
+        *(stored_after_use, named_after_use),
+    ],
+)
+def test_what_is_in_a_container_that_others_have_is_not_known(f: Any) -> None:
+    try:
+        plan = analyze(f.__code__, framelocals_names(f.__code__), _OneGraph())  # type: ignore[arg-type]
+    except UnsupportedPlan:
+        return
+    last = plan.steps[-1]
+    assert not isinstance(last, GraphCall)
+    assert isinstance(last.values[-1], Container), "it is read when it is used"

@@ -72,8 +72,7 @@ class Step:
     "get_stride" (of a tensor; `constant` is the dimension), "get_storage_offset" (of a tensor),
     "as_number" (of a function, which is to be `constant`, and a float that it would turn into a
     tensor for the graph),
-    "call" (of a function and arguments; `constant` is the code of :func:`caller`, unless it is a
-    function of Dynamo's), and for the effect "store_attr" (on an object, of a value;
+    "call" (of a function and arguments), and for the effect "store_attr" (on an object, of a value;
     `constant` is the name), "store_item" (on a container, of a key and a value), "store_global" (of
     a value; `constant` is the name) and "store_cell" (of a value; `constant` is the number of the
     free variable)."""
@@ -81,6 +80,8 @@ class Step:
     kind: str
     values: tuple[Expression, ...]
     constant: Any = None
+    # The code of a function that does it in a frame at the user's place: see `_Frame.here`.
+    at: Callable[[], CodeType] | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
@@ -119,8 +120,8 @@ class Plan:
     @property
     def uses_globals(self) -> bool:
         """Does it mean something else in a function with other globals?"""
-        kinds = ("get_global", "store_global", "call")
-        return any(isinstance(s, GraphCall) or s.kind in kinds for s in self.steps)
+        kinds = ("get_global", "store_global")
+        return any(isinstance(s, GraphCall) or s.kind in kinds or s.at for s in self.steps)
 
     @property
     def call(self) -> GraphCall | None:
@@ -336,9 +337,45 @@ class _Frame:
                 self._used.add(id(value))
                 self._use(value.items)
 
+    def is_used(self, container: Container) -> bool:
+        return id(container) in self._used
+
     def is_open(self, value: Expression) -> bool:
         """Is it a list that nothing has used yet?"""
-        return isinstance(value, Container) and value.kind == "list" and id(value) not in self._used
+        return isinstance(value, Container) and value.kind == "list" and not self.is_used(value)
+
+    def items(self, instruction: dis.Instruction, value: Expression) -> list[Expression]:
+        """What is in a tuple, or in a list that nothing has used yet: nobody has changed it."""
+        if isinstance(value, Container) and (value.kind == "tuple" or self.is_open(value)):
+            return value.items
+        raise self.unsupported(instruction, "what is in it is not known")
+
+    def here(
+        self, instruction: dis.Instruction, parameters: str, body: str, *names: str
+    ) -> Callable[[], CodeType] | None:
+        """Makes the code of a function that does what `body` says of `names`. For whoever looks at
+        the stack (a traceback, a warning's ``stacklevel``, logging) it is the frame at
+        `instruction`; what it does not have are the locals. None in the user's own code, and where
+        a name is none and stock can still run the frame."""
+        if self.known is None or not (self.called or all(map(_is_name, names))):
+            return None
+        for name in names:
+            if not _is_name(name):
+                raise self.unsupported(instruction, f"{name!r} is no plain name")
+        code = self.code
+
+        def make() -> CodeType:
+            text = f"def f({parameters}): {body.format(*names)}"
+            module = compile(text, code.co_filename, "exec")
+            (made,) = (value for value in module.co_consts if isinstance(value, CodeType))
+            return made.replace(
+                co_name=code.co_name,
+                co_qualname=code.co_qualname,
+                co_firstlineno=code.co_firstlineno,
+                co_linetable=_line_table(code.co_firstlineno, instruction, len(made.co_code) // 2),
+            )
+
+        return make
 
     def unsupported(self, instruction: dis.Instruction, why: str = "") -> UnsupportedPlan:
         text = f"{instruction.opname} {instruction.argrepr}".strip()
@@ -458,9 +495,7 @@ def _add_dict(frame: _Frame, instruction: dis.Instruction, items: list[Expressio
 @_rule("LIST_EXTEND")
 def _list_extend(frame: _Frame, instruction: dis.Instruction) -> None:
     added, target = frame.pop(instruction), _list_below(frame, instruction)
-    if not isinstance(added, Container) or added.kind == "dict":
-        raise frame.unsupported(instruction)
-    target.items.extend(added.items)
+    target.items.extend(frame.items(instruction, added))
 
 
 @_rule("LIST_APPEND")
@@ -494,7 +529,8 @@ def _load_global(frame: _Frame, instruction: dis.Instruction) -> None:
     if graph is not None or helpers is not None:
         frame.stack.append(Known(helpers if graph is None else graph))
     else:
-        frame.add(Step("get_global", (), name))
+        at = frame.here(instruction, "", "return {}", name)
+        frame.add(Step("get_global", (), name, at))
     if null and sys.version_info >= (3, 13):
         frame.stack.append(Null())
 
@@ -525,7 +561,8 @@ def _add_attribute(
     if method and sys.version_info < (3, 13):
         frame.stack.append(Null())
     frame.may_call |= frame.called  # too late to leave it to stock
-    frame.add(Step("get_attr", (owner,), name))
+    at = frame.here(instruction, "o", "return o.{}", name)
+    frame.add(Step("get_attr", (owner,), name, at))
     if method and sys.version_info >= (3, 13):
         frame.stack.append(Null())
 
@@ -546,7 +583,8 @@ def _store_deref(frame: _Frame, instruction: dis.Instruction) -> None:
 def _store_attr(frame: _Frame, instruction: dis.Instruction) -> None:
     name = frame.code.co_names[_argument(instruction)]
     owner, value = frame.pop_value(instruction), frame.pop_value(instruction)
-    frame.add_effect(instruction, Step("store_attr", (owner, value), name))
+    at = frame.here(instruction, "o, v", "o.{} = v", name)
+    frame.add_effect(instruction, Step("store_attr", (owner, value), name, at))
 
 
 @_rule("STORE_SUBSCR")
@@ -569,16 +607,16 @@ def _store_item(
     value: Expression,
 ) -> None:
     if frame.is_open(target) and isinstance(target, Container) and isinstance(key, Constant):
-        is_slice = type(key.value) is slice
-        if is_slice and isinstance(value, Container) and value.kind != "dict":
-            target.items[key.value] = value.items
+        if type(key.value) is slice and key.value.step in (None, 1):
+            target.items[key.value] = frame.items(instruction, value)
             return
         if type(key.value) is int and -len(target.items) <= key.value < len(target.items):
             target.items[key.value] = value
             return
     for used in (target, key, value):
         frame.check_value(instruction, used)
-    frame.add_effect(instruction, Step("store_item", (target, key, value)))
+    at = frame.here(instruction, "o, k, v", "o[k] = v")
+    frame.add_effect(instruction, Step("store_item", (target, key, value), None, at))
 
 
 @_rule("DELETE_SUBSCR")
@@ -640,7 +678,8 @@ def _get_item(
     if frame.known is None or isinstance(owner, Container):
         raise frame.unsupported(instruction)
     frame.may_call |= frame.called
-    frame.add(Step("get_item", (owner, key)))
+    at = frame.here(instruction, "o, k", "return o[k]")
+    frame.add(Step("get_item", (owner, key), None, at))
 
 
 @_rule("UNPACK_SEQUENCE")
@@ -650,9 +689,10 @@ def _unpack_sequence(frame: _Frame, instruction: dis.Instruction) -> None:
         frame.n_outputs = n
         frame.stack += [Output(sequence, index) for index in reversed(range(n))]
         return
-    if not isinstance(sequence, Container) or sequence.kind == "dict" or len(sequence.items) != n:
+    items = frame.items(instruction, sequence)
+    if len(items) != n:
         raise frame.unsupported(instruction)
-    frame.stack += reversed(sequence.items)
+    frame.stack += reversed(items)
 
 
 @_rule("COPY")
@@ -700,9 +740,16 @@ def _arguments(
 
 
 def _named(frame: _Frame, instruction: dis.Instruction, name: Any) -> str:
-    if type(name) is not str or not name.isidentifier() or keyword.iskeyword(name):
-        raise frame.unsupported(instruction, f"{name!r} is no name of an argument")
+    if not _is_name(name):
+        raise frame.unsupported(instruction, f"{name!r} is no plain name")
     return f"{name}="
+
+
+def _is_name(name: Any) -> bool:
+    """Can it be written? Other names would be normalized, or mean something."""
+    if type(name) is not str or not name.isascii() or not name.isidentifier():
+        return False
+    return not keyword.iskeyword(name) and name != "__debug__"
 
 
 @_rule("CALL_FUNCTION_EX")
@@ -712,9 +759,10 @@ def _call_function_ex(frame: _Frame, instruction: dis.Instruction) -> None:
     if isinstance(positional, Constant) and type(positional.value) is tuple:
         positional = Container("tuple", [Constant(value) for value in positional.value])
     arguments, forms = [positional], ["*"]
-    if isinstance(positional, Container) and positional.kind != "dict":
-        arguments, forms = positional.items[:], [""] * len(positional.items)
-    if isinstance(named, Container) and named.kind == "dict":
+    if isinstance(positional, Container):
+        arguments = frame.items(instruction, positional)[:]
+        forms = [""] * len(arguments)
+    if isinstance(named, Container) and named.kind == "dict" and not frame.is_used(named):
         names = [key.value for key in named.items[::2] if isinstance(key, Constant)]
         if len({*names}) != len(named.items) // 2:
             raise frame.unsupported(instruction, "its keywords are not known")
@@ -744,8 +792,11 @@ def _add_call(
                 return
             frame.called = True  # from here on; a graph after it has no native form
         frame.may_call = True
-        code = caller(frame.code, instruction, forms)
-        frame.add(Step("call", (functions[0], *arguments), code))
+        places = [f"a{i}" for i in range(len(forms))]
+        written = [form + place for form, place in zip(forms, places, strict=True)]
+        body = f"return f({', '.join(written)})"
+        at = frame.here(instruction, ", ".join(["f", *places]), body)
+        frame.add(Step("call", (functions[0], *arguments), None, at))
         return
     function = functions[0].value
     if any(forms):
@@ -771,23 +822,6 @@ def _add_call(
     else:
         frame.called = True
         frame.add(GraphCall(function, tuple(arguments)))
-
-
-def caller(code: CodeType, instruction: dis.Instruction, forms: list[str]) -> CodeType:
-    """The code of a function that calls its first argument with the others, before each of which is
-    written what `forms` has (``*``, ``**``, a name and ``=``, or nothing). For whoever looks at the
-    stack (a traceback, a warning's ``stacklevel``, logging) it is `code` at `instruction`. What it
-    does not have are the locals."""
-    places = [f"a{i}" for i in range(len(forms))]
-    arguments = [form + place for form, place in zip(forms, places, strict=True)]
-    text = f"lambda f, {', '.join(places)}: f({', '.join(arguments)})"
-    function: CodeType = compile(text, code.co_filename, "eval").co_consts[0]
-    return function.replace(
-        co_name=code.co_name,
-        co_qualname=code.co_qualname,
-        co_firstlineno=code.co_firstlineno,
-        co_linetable=_line_table(code.co_firstlineno, instruction, len(function.co_code) // 2),
-    )
 
 
 def _line_table(first_line: int, instruction: dis.Instruction, n: int) -> bytes:
@@ -827,7 +861,8 @@ def _what_is(expression: Expression, known: Globals) -> Any:
     if expression.kind == "get_global":
         return known.value(expression.constant)
     owner = _what_is(expression.values[0], known) if expression.kind == "get_attr" else None
-    return getattr(owner, expression.constant, None) if isinstance(owner, ModuleType) else None
+    # Not by getattr: a module may have a __getattr__.
+    return vars(owner).get(expression.constant) if isinstance(owner, ModuleType) else None
 
 
 @_rule("SWAP")

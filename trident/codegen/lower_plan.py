@@ -138,6 +138,8 @@ def emit_plan(
             continue  # the program has it from the tensor
         operands = [emit(value) for value in step.values]
         named = {} if step.constant is None else {"object": objects.add(step.constant)}
+        if step.at is not None:
+            named["at"] = objects.add(step.at())
         if step.kind in PLAN_EFFECTS:
             emitter.effect(point, step.kind, operands, **named)
         else:
@@ -270,7 +272,7 @@ class Context:
                 "!llvm.func<void (ptr, i64)>",
                 "!llvm.func<void (ptr, ptr)>",
                 "!llvm.func<ptr (i64, ...)>",
-                "!llvm.func<ptr (ptr, ptr)>",
+                "!llvm.func<ptr (ptr, ptr, ptr)>",
                 "!llvm.func<ptr (ptr, i64)>",
                 "!llvm.func<ptr (ptr, ptr, i64)>",
                 "!llvm.func<ptr (ptr, ptr, i64, ptr)>",
@@ -345,13 +347,16 @@ class Context:
         """The constant object `index` of the side list, borrowed."""
         return self._external_object(f"object_{index}", self._objects[index])
 
-    def caller(self, index: int) -> ir.Value:
-        """The function, in the plan's globals, whose code is the constant object `index`."""
+    def at(self, op: ir.Operation) -> ir.Value:
+        """The function, in the plan's globals, that does `op` in a frame, or a null pointer."""
+        if "at" not in op.attributes:
+            return self.null()
+        index = op.attributes["at"].value
         if self.globals is None:
             raise UnsupportedPlan("the globals of the function are not known")
         code = self._objects[index]
         skip_frames_of(code, and_below=False)
-        return self._external_object(f"caller_{index}", FunctionType(code, self.globals))
+        return self._external_object(f"at_{index}", FunctionType(code, self.globals))
 
     def new_tuple(self, items: Sequence[ir.Value]) -> ir.Value:
         """A new tuple of `items`, owned by the function."""
@@ -399,10 +404,10 @@ class Context:
         operands = [program, self.array(inputs), outputs]
         return self.status_call("trident_program_run", operands, outputs, n_outputs)
 
-    def get(self, name: str, owner: ir.Value, key: ir.Value) -> ir.Value:
+    def get(self, name: str, *operands: ir.Value) -> ir.Value:
         """What the function `name` finds, or stock runs the frame."""
         out = self.space(1)
-        return self.status_call(name, [owner, key, out], out, 1)[0]
+        return self.status_call(name, [*operands, out], out, 1)[0]
 
     def status_call(
         self, name: str, operands: list[ir.Value], outputs: ir.Value, n_outputs: int
@@ -421,8 +426,9 @@ class Context:
         return values
 
     def _status(self, name: str, operands: list[ir.Value]) -> ir.Value:
-        """What the function `name` of three pointers returns, an i32."""
-        return self._call(name, "!llvm.func<i32 (ptr, ptr, ptr)>", operands, self.kind("i32"))
+        """What the function `name` of three or four pointers returns, an i32."""
+        pointers = ", ".join(["ptr"] * len(operands))
+        return self._call(name, f"!llvm.func<i32 ({pointers})>", operands, self.kind("i32"))
 
     def _leave_unless_zero(self, value: ir.Value, status: ir.Value) -> None:
         """Go on in a new block if the i32 `value` is 0; else release all and return `status`."""
@@ -595,12 +601,12 @@ def lower_list_or_dict(context: Context, op: ir.Operation, operands: list[ir.Val
 @plan_rule("get_attr")
 def lower_get_attr(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
     name = context.object(op.attributes["object"].value)
-    return context.get("trident_get_attr", operands[0], name)
+    return context.get("trident_get_attr", context.at(op), operands[0], name)
 
 
 @plan_rule("get_item")
 def lower_get_item(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
-    return context.get("trident_get_item", *operands)
+    return context.get("trident_get_item", context.at(op), *operands)
 
 
 @plan_rule(*_PROPERTIES)
@@ -625,16 +631,16 @@ def lower_get_global(context: Context, op: ir.Operation, operands: list[ir.Value
     # The caller keeps the dict alive: a function with other globals does not get here.
     globals_ = context.address("globals", id(context.globals))
     name = context.object(op.attributes["object"].value)
-    return context.call("trident_get_global", "!llvm.func<ptr (ptr, ptr)>", [globals_, name])
+    signature = "!llvm.func<ptr (ptr, ptr, ptr)>"
+    return context.call("trident_get_global", signature, [context.at(op), globals_, name])
 
 
 @plan_rule("call_function")
 def lower_call_function(context: Context, op: ir.Operation, operands: list[ir.Value]) -> ir.Value:
-    if "object" in op.attributes:  # of a function through which to call it
-        caller = context.caller(op.attributes["object"].value)
+    if "at" in op.attributes:
         n = context.integer("i64", len(operands))
         signature = "!llvm.func<ptr (ptr, ptr, i64)>"
-        return context.call("trident_call", signature, [caller, context.array(operands), n])
+        return context.call("trident_call", signature, [context.at(op), context.array(operands), n])
     function, *arguments = operands
     n = context.integer("i64", len(arguments))
     no_keywords = context.null()
@@ -647,12 +653,12 @@ def lower_call_function(context: Context, op: ir.Operation, operands: list[ir.Va
 def lower_set_attr(context: Context, op: ir.Operation, operands: list[ir.Value]) -> None:
     owner, value = operands
     name = context.object(op.attributes["object"].value)
-    context.effect("PyObject_SetAttr", [owner, name, value])
+    context.effect("trident_store_attr", [context.at(op), owner, name, value])
 
 
 @plan_rule("store_item")
 def lower_set_item(context: Context, op: ir.Operation, operands: list[ir.Value]) -> None:
-    context.effect("PyObject_SetItem", operands)
+    context.effect("trident_store_item", [context.at(op), *operands])
 
 
 @plan_rule("store_global")

@@ -359,8 +359,8 @@ PyObject *hook_frame(PyThreadState *ts, Frame *f, PyCodeObject *co, Scm *scm) {
 
 PyObject *eval_frame(PyThreadState *ts, Frame *f, int throwflag) {
   PyCodeObject *co = frame_code(f);
-  if (__builtin_expect(co == plan_caller, 0)) {
-    plan_caller = nullptr;
+  if (__builtin_expect(co == plan_step, 0)) {
+    plan_step = nullptr;
     return default_eval_function()(ts, f, throwflag);
   }
   if (hook_on_) {

@@ -852,6 +852,8 @@ uintptr_t program_function_address(const char *name) {
   if (text == #f) return reinterpret_cast<uintptr_t>(&f);
   TRIDENT_FUNCTION(trident_program_run)
   TRIDENT_FUNCTION(trident_call)
+  TRIDENT_FUNCTION(trident_store_attr)
+  TRIDENT_FUNCTION(trident_store_item)
   TRIDENT_FUNCTION(trident_build_list)
   TRIDENT_FUNCTION(trident_build_dict)
   TRIDENT_FUNCTION(trident_get_global)
@@ -887,7 +889,7 @@ uintptr_t program_function_address(const char *name) {
 }
 
 thread_local bool plan_may_call = false;
-PyCodeObject *plan_caller = nullptr;
+PyCodeObject *plan_step = nullptr;
 
 bool program_is_observed() { return at::hasCallbacks(); }
 
@@ -962,10 +964,10 @@ int32_t trident_program_run(HostProgram *program, PyObject *const *inputs, PyObj
   return status;
 }
 
-PyObject *trident_call(PyObject *caller, PyObject *const *arguments, int64_t n) {
-  plan_caller = reinterpret_cast<PyCodeObject *>(reinterpret_cast<PyFunctionObject *>(caller)->func_code);
-  PyObject *result = PyObject_Vectorcall(caller, arguments, static_cast<size_t>(n), nullptr);
-  plan_caller = nullptr;
+PyObject *trident_call(PyObject *at, PyObject *const *arguments, int64_t n) {
+  plan_step = reinterpret_cast<PyCodeObject *>(reinterpret_cast<PyFunctionObject *>(at)->func_code);
+  PyObject *result = PyObject_Vectorcall(at, arguments, static_cast<size_t>(n), nullptr);
+  plan_step = nullptr;
   return result;
 }
 
@@ -982,12 +984,16 @@ PyObject *trident_build_dict(PyObject *const *items, int64_t n) {
   return dict;
 }
 
-PyObject *trident_get_global(PyObject *globals, PyObject *name) {
+PyObject *trident_get_global(PyObject *at, PyObject *globals, PyObject *name) {
   PyObject *value = PyDict_GetItemWithError(globals, name);
   if (value == nullptr && !PyErr_Occurred()) {
     PyObject *builtins = PyDict_GetItemString(globals, "__builtins__");
     if (builtins != nullptr && PyModule_Check(builtins)) builtins = PyModule_GetDict(builtins);
     if (builtins != nullptr && PyDict_Check(builtins)) value = PyDict_GetItemWithError(builtins, name);
+    if (value == nullptr && at != nullptr) {
+      PyErr_Clear();
+      return trident_call(at, nullptr, 0);
+    }
     if (value == nullptr && !PyErr_Occurred())
       PyErr_Format(PyExc_NameError, "name '%U' is not defined", name);
   }
@@ -998,16 +1004,56 @@ void trident_release(PyObject **objects, int64_t n) {
   for (int64_t i = 0; i < n; i++) Py_CLEAR(objects[i]);
 }
 
-int32_t trident_get_attr(PyObject *owner, PyObject *name, PyObject **out) {
-  if (!plan_may_call && !attribute_is_plain(owner, name)) return 2;
-  *out = PyObject_GetAttr(owner, name);
+int32_t trident_get_attr(PyObject *at, PyObject *owner, PyObject *name, PyObject **out) {
+  const bool is_plain = attribute_is_plain(owner, name);
+  if (!plan_may_call && !is_plain) return 2;
+  if (is_plain || at == nullptr) *out = PyObject_GetAttr(owner, name);
+  if (at != nullptr && (!is_plain || *out == nullptr)) {
+    PyErr_Clear();
+    *out = trident_call(at, &owner, 1);
+  }
   return *out == nullptr;
 }
 
-int32_t trident_get_item(PyObject *owner, PyObject *key, PyObject **out) {
-  if (!plan_may_call && !item_is_plain(owner, key)) return 2;
-  *out = PyObject_GetItem(owner, key);
+int32_t trident_get_item(PyObject *at, PyObject *owner, PyObject *key, PyObject **out) {
+  const bool is_plain = item_is_plain(owner, key);
+  if (!plan_may_call && !is_plain) return 2;
+  if (is_plain || at == nullptr) *out = PyObject_GetItem(owner, key);
+  if (at != nullptr && (!is_plain || *out == nullptr)) {
+    PyErr_Clear();
+    PyObject *const values[] = {owner, key};
+    *out = trident_call(at, values, 2);
+  }
   return *out == nullptr;
+}
+
+int32_t trident_store_attr(PyObject *at, PyObject *owner, PyObject *name, PyObject *value) {
+  PyTypeObject *type = Py_TYPE(owner);
+  PyObject *found = type->tp_setattro == PyObject_GenericSetAttr ? _PyType_Lookup(type, name) : nullptr;
+  const bool is_plain = type->tp_setattro == PyObject_GenericSetAttr &&
+                        (found == nullptr || Py_TYPE(found)->tp_descr_set == nullptr);
+  if (is_plain || at == nullptr) {
+    if (PyObject_SetAttr(owner, name, value) == 0) return 0;
+    if (at == nullptr) return -1;
+    PyErr_Clear(); /* nothing has happened */
+  }
+  PyObject *const values[] = {owner, value};
+  PyObject *done = trident_call(at, values, 2);
+  Py_XDECREF(done);
+  return done == nullptr ? -1 : 0;
+}
+
+int32_t trident_store_item(PyObject *at, PyObject *owner, PyObject *key, PyObject *value) {
+  const bool is_plain = item_is_plain(owner, key) && !PyTuple_CheckExact(owner);
+  if (is_plain || at == nullptr) {
+    if (PyObject_SetItem(owner, key, value) == 0) return 0;
+    if (at == nullptr) return -1;
+    PyErr_Clear();
+  }
+  PyObject *const values[] = {owner, key, value};
+  PyObject *done = trident_call(at, values, 3);
+  Py_XDECREF(done);
+  return done == nullptr ? -1 : 0;
 }
 
 int32_t trident_store_cell(PyObject *closure, PyObject *number, PyObject *value) {

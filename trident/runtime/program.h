@@ -196,9 +196,9 @@ PyObject *abi_enum_number(PyObject *value);
 /* May a plan of this thread run Python when it fetches something? Set before each. */
 extern thread_local bool plan_may_call;
 
-/* The code of the function by which a plan is just calling what a frame calls (see frame_plan.caller): the
+/* The code of the function that is just doing a step of a plan in a frame (see Step.at in frame_plan.py): the
  * hook evaluates its frame at once. Set under the GIL, which is not released before the frame is evaluated. */
-extern PyCodeObject *plan_caller;
+extern PyCodeObject *plan_step;
 
 /* True when somebody watches operators (a profiler): then the graph runs as stock runs it. */
 bool program_is_observed();
@@ -209,20 +209,24 @@ extern "C" {
  * yet). Needs the GIL. */
 int32_t trident_program_run(HostProgram *program, PyObject *const *inputs, PyObject **outputs);
 
-/* For plans: calls the function `caller` (see plan_caller); a new list; a new dict of keys and values in turn; what the global is (NameError); into the
- * cell with this number (-1 with an error). */
-PyObject *trident_call(PyObject *caller, PyObject *const *arguments, int64_t n);
+/* For plans: a new list; a new dict of keys and values in turn; into the cell with this number (-1 with an
+ * error). */
 PyObject *trident_build_list(PyObject *const *items, int64_t n);
 PyObject *trident_build_dict(PyObject *const *items, int64_t n);
-PyObject *trident_get_global(PyObject *globals, PyObject *name);
 int32_t trident_store_cell(PyObject *closure, PyObject *number, PyObject *value);
 /* Drops these, and sets them to null. */
 void trident_release(PyObject **objects, int64_t n);
 
-/* Functions for plans that fetch before the graph runs: as trident_program_run. Stock is to run the frame
- * (2) where this thread's plan may not run Python and Python code would run. */
-int32_t trident_get_attr(PyObject *owner, PyObject *name, PyObject **out);
-int32_t trident_get_item(PyObject *owner, PyObject *key, PyObject **out);
+/* Steps of plans. `at` is the function that does the step in a frame (see plan_step), or null: it is called
+ * where Python code would run, or something raises. The last two return -1 with an error. */
+PyObject *trident_call(PyObject *at, PyObject *const *arguments, int64_t n);
+PyObject *trident_get_global(PyObject *at, PyObject *globals, PyObject *name);
+int32_t trident_store_attr(PyObject *at, PyObject *owner, PyObject *name, PyObject *value);
+int32_t trident_store_item(PyObject *at, PyObject *owner, PyObject *key, PyObject *value);
+/* As trident_program_run. Stock is to run the frame (2) where this thread's plan may not run Python and Python
+ * code would run. */
+int32_t trident_get_attr(PyObject *at, PyObject *owner, PyObject *name, PyObject **out);
+int32_t trident_get_item(PyObject *at, PyObject *owner, PyObject *key, PyObject **out);
 /* The size or stride of a dimension, or the storage offset, of a tensor. */
 int32_t trident_get_size(PyObject *tensor, PyObject *dimension, PyObject **out);
 int32_t trident_get_stride(PyObject *tensor, PyObject *dimension, PyObject **out);
