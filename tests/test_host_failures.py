@@ -512,7 +512,7 @@ def test_operator_calls_compiled_functions(enabled: None) -> None:
         assert_same(seen, [(*(other(torch.arange(4.0)),) * 2, expected)])
 
 
-def test_operator_calls_itself_until_it_cannot(enabled: None, without_strict: None) -> None:
+def test_operator_calls_itself_until_it_cannot(without_strict: None, enabled: None) -> None:
     """Recursion through the native code is stopped by Python as elsewhere."""
     g = compiled(acts, floats)
     with acting(lambda: g(*floats())), pytest.raises(RecursionError):
