@@ -379,6 +379,19 @@ def test_as_stock(name: str) -> None:
         assert stats.run_code == 0
 
 
+def same_as_stock(f: Callable[..., Any], run: Callable[[Callable[..., Any]], Any]) -> None:
+    """What `run` gives for the compiled `f`, and what Dynamo compiles for it."""
+    shown = []
+    for is_ours in (False, True):
+        torch._dynamo.reset()
+        reset_compilations()
+        c = torch.compile(f, backend="trident")
+        with trident.enable() if is_ours else torch.no_grad(), torch.no_grad():
+            results = run(c)
+        shown.append((results, compilations()))
+    assert_same(shown[1], shown[0])
+
+
 def test_what_is_called_sees_dynamo_as_in_stock() -> None:
     """A callee's own compiled functions compile, and count, as they do in stock."""
 
@@ -398,15 +411,7 @@ def test_what_is_called_sees_dynamo_as_in_stock() -> None:
         y = x * 2
         return callee(y) + 1
 
-    shown = []
-    for is_ours in (False, True):
-        torch._dynamo.reset()
-        reset_compilations()
-        c = torch.compile(f, backend="trident")
-        with trident.enable() if is_ours else torch.no_grad(), torch.no_grad():
-            results = [c(torch.ones(n)) for n in (3, 3, 3, 4, 4, 3, 5, 5)]
-        shown.append((results, compilations()))
-    assert_same(shown[1], shown[0])
+    same_as_stock(f, lambda c: [c(torch.ones(n)) for n in (3, 3, 3, 4, 4, 3, 5, 5)])
 
 
 def test_what_is_called_may_change_what_is_compiled() -> None:
@@ -454,20 +459,15 @@ def test_dynamo_skips_what_a_frame_calls_if_it_is_told_to() -> None:
     def f(x: Tensor) -> Any:
         return callee(x * 2)
 
-    shown = []
-    for is_ours in (False, True):
-        torch._dynamo.reset()
-        reset_compilations()
-        c = torch.compile(f, backend="trident")
-        with trident.enable() if is_ours else torch.no_grad(), torch.no_grad():
-            for _ in range(4):
-                c(torch.ones(3))
-            types = torch._dynamo.types
-            strategy = types.FrameExecStrategy(types.FrameAction.DEFAULT, types.FrameAction.SKIP)
-            torch._C._dynamo.eval_frame.set_code_exec_strategy(f.__code__, strategy)
-            results = [c(torch.ones(n)) for n in (3, 4, 5)]
-        shown.append((results, compilations()))
-    assert_same(shown[1], shown[0])
+    def run(c: Callable[..., Any]) -> list[Any]:
+        for _ in range(4):
+            c(torch.ones(3))
+        types = torch._dynamo.types
+        strategy = types.FrameExecStrategy(types.FrameAction.DEFAULT, types.FrameAction.SKIP)
+        torch._C._dynamo.eval_frame.set_code_exec_strategy(f.__code__, strategy)
+        return [c(torch.ones(n)) for n in (3, 4, 5)]
+
+    same_as_stock(f, run)
 
 
 def _gone(x: Any) -> Any:

@@ -344,11 +344,18 @@ class _Frame:
         """Is it a list that nothing has used yet?"""
         return isinstance(value, Container) and value.kind == "list" and not self.is_used(value)
 
-    def items(self, instruction: dis.Instruction, value: Expression) -> list[Expression]:
+    def known_items(self, value: Expression) -> list[Expression] | None:
         """What is in a tuple, or in a list that nothing has used yet: nobody has changed it."""
         if isinstance(value, Container) and (value.kind == "tuple" or self.is_open(value)):
             return value.items
-        raise self.unsupported(instruction, "what is in it is not known")
+        return None
+
+    def items(self, instruction: dis.Instruction, value: Expression) -> list[Expression]:
+        """The same; raises UnsupportedPlan where it is not known."""
+        items = self.known_items(value)
+        if items is None:
+            raise self.unsupported(instruction, "what is in it is not known")
+        return items
 
     def here(
         self, instruction: dis.Instruction, parameters: str, body: str, *names: str
@@ -666,13 +673,13 @@ def _get_item(
     if isinstance(owner, GraphCall) and isinstance(key, Constant) and type(key.value) is int:
         frame.stack.append(Output(owner, key.value))
         return
-    is_known = isinstance(owner, Container) and (owner.kind == "tuple" or frame.is_open(owner))
-    if isinstance(owner, Container) and is_known and isinstance(key, Constant):
+    items = frame.known_items(owner)
+    if isinstance(owner, Container) and items is not None and isinstance(key, Constant):
         if type(key.value) is slice:
-            frame.stack.append(Container(owner.kind, owner.items[key.value]))
+            frame.stack.append(Container(owner.kind, items[key.value]))
             return
-        if type(key.value) is int and -len(owner.items) <= key.value < len(owner.items):
-            frame.stack.append(owner.items[key.value])
+        if type(key.value) is int and -len(items) <= key.value < len(items):
+            frame.stack.append(items[key.value])
             return
     frame.check_value(instruction, owner)
     if frame.known is None or isinstance(owner, Container):

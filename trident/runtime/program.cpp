@@ -952,6 +952,30 @@ int32_t run(HostProgram *program, PyObject *const *inputs, PyObject **outputs) {
 
 } // namespace
 
+namespace {
+
+/* Does a step of a plan by `plain`, a new reference or null with an error; or by its function `at`, in a frame, where
+ * that would run Python code or raises: then nothing has happened. */
+template <class Plain>
+PyObject *in_frame(PyObject *at, bool is_plain, std::initializer_list<PyObject *> values, Plain plain) {
+  if (is_plain || at == nullptr) {
+    PyObject *done = plain();
+    if (done != nullptr || at == nullptr) return done;
+    PyErr_Clear();
+  }
+  return trident_call(at, values.begin(), static_cast<int64_t>(values.size()));
+}
+
+PyObject *none_if(int status) { return status == 0 ? Py_NewRef(Py_None) : nullptr; }
+
+/* The status of a step without a value. */
+int32_t effect(PyObject *done) {
+  Py_XDECREF(done);
+  return done == nullptr ? -1 : 0;
+}
+
+} // namespace
+
 extern "C" {
 
 int32_t trident_program_run(HostProgram *program, PyObject *const *inputs, PyObject **outputs) {
@@ -985,19 +1009,17 @@ PyObject *trident_build_dict(PyObject *const *items, int64_t n) {
 }
 
 PyObject *trident_get_global(PyObject *at, PyObject *globals, PyObject *name) {
-  PyObject *value = PyDict_GetItemWithError(globals, name);
-  if (value == nullptr && !PyErr_Occurred()) {
-    PyObject *builtins = PyDict_GetItemString(globals, "__builtins__");
-    if (builtins != nullptr && PyModule_Check(builtins)) builtins = PyModule_GetDict(builtins);
-    if (builtins != nullptr && PyDict_Check(builtins)) value = PyDict_GetItemWithError(builtins, name);
-    if (value == nullptr && at != nullptr) {
-      PyErr_Clear();
-      return trident_call(at, nullptr, 0);
+  return in_frame(at, true, {}, [&]() -> PyObject * {
+    PyObject *value = PyDict_GetItemWithError(globals, name);
+    if (value == nullptr && !PyErr_Occurred()) {
+      PyObject *builtins = PyDict_GetItemString(globals, "__builtins__");
+      if (builtins != nullptr && PyModule_Check(builtins)) builtins = PyModule_GetDict(builtins);
+      if (builtins != nullptr && PyDict_Check(builtins)) value = PyDict_GetItemWithError(builtins, name);
+      if (value == nullptr && !PyErr_Occurred())
+        PyErr_Format(PyExc_NameError, "name '%U' is not defined", name);
     }
-    if (value == nullptr && !PyErr_Occurred())
-      PyErr_Format(PyExc_NameError, "name '%U' is not defined", name);
-  }
-  return Py_XNewRef(value);
+    return Py_XNewRef(value);
+  });
 }
 
 void trident_release(PyObject **objects, int64_t n) {
@@ -1007,53 +1029,31 @@ void trident_release(PyObject **objects, int64_t n) {
 int32_t trident_get_attr(PyObject *at, PyObject *owner, PyObject *name, PyObject **out) {
   const bool is_plain = attribute_is_plain(owner, name);
   if (!plan_may_call && !is_plain) return 2;
-  if (is_plain || at == nullptr) *out = PyObject_GetAttr(owner, name);
-  if (at != nullptr && (!is_plain || *out == nullptr)) {
-    PyErr_Clear();
-    *out = trident_call(at, &owner, 1);
-  }
+  *out = in_frame(at, is_plain, {owner}, [&] { return PyObject_GetAttr(owner, name); });
   return *out == nullptr;
 }
 
 int32_t trident_get_item(PyObject *at, PyObject *owner, PyObject *key, PyObject **out) {
   const bool is_plain = item_is_plain(owner, key);
   if (!plan_may_call && !is_plain) return 2;
-  if (is_plain || at == nullptr) *out = PyObject_GetItem(owner, key);
-  if (at != nullptr && (!is_plain || *out == nullptr)) {
-    PyErr_Clear();
-    PyObject *const values[] = {owner, key};
-    *out = trident_call(at, values, 2);
-  }
+  *out = in_frame(at, is_plain, {owner, key}, [&] { return PyObject_GetItem(owner, key); });
   return *out == nullptr;
 }
 
 int32_t trident_store_attr(PyObject *at, PyObject *owner, PyObject *name, PyObject *value) {
-  PyTypeObject *type = Py_TYPE(owner);
-  PyObject *found = type->tp_setattro == PyObject_GenericSetAttr ? _PyType_Lookup(type, name) : nullptr;
-  const bool is_plain = type->tp_setattro == PyObject_GenericSetAttr &&
-                        (found == nullptr || Py_TYPE(found)->tp_descr_set == nullptr);
-  if (is_plain || at == nullptr) {
-    if (PyObject_SetAttr(owner, name, value) == 0) return 0;
-    if (at == nullptr) return -1;
-    PyErr_Clear(); /* nothing has happened */
+  bool is_plain = Py_TYPE(owner)->tp_setattro == PyObject_GenericSetAttr;
+  if (is_plain) {
+    PyObject *found = _PyType_Lookup(Py_TYPE(owner), name);
+    is_plain = found == nullptr || Py_TYPE(found)->tp_descr_set == nullptr;
   }
-  PyObject *const values[] = {owner, value};
-  PyObject *done = trident_call(at, values, 2);
-  Py_XDECREF(done);
-  return done == nullptr ? -1 : 0;
+  const auto store = [&] { return none_if(PyObject_SetAttr(owner, name, value)); };
+  return effect(in_frame(at, is_plain, {owner, value}, store));
 }
 
 int32_t trident_store_item(PyObject *at, PyObject *owner, PyObject *key, PyObject *value) {
   const bool is_plain = item_is_plain(owner, key) && !PyTuple_CheckExact(owner);
-  if (is_plain || at == nullptr) {
-    if (PyObject_SetItem(owner, key, value) == 0) return 0;
-    if (at == nullptr) return -1;
-    PyErr_Clear();
-  }
-  PyObject *const values[] = {owner, key, value};
-  PyObject *done = trident_call(at, values, 3);
-  Py_XDECREF(done);
-  return done == nullptr ? -1 : 0;
+  const auto store = [&] { return none_if(PyObject_SetItem(owner, key, value)); };
+  return effect(in_frame(at, is_plain, {owner, key, value}, store));
 }
 
 int32_t trident_store_cell(PyObject *closure, PyObject *number, PyObject *value) {
